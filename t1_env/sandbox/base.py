@@ -1,0 +1,165 @@
+"""What a sandbox is: the protocol that ``local``, ``docker``, ``ssh`` and third-party backends implement.
+
+A sandbox is a private machine for one episode: a filesystem, a process tree and no network. It starts processes (optionally on a
+terminal of its own), moves files, says whether its filesystem changed, and runs a trusted Python function in a copy-on-write clone of
+itself while the agent's processes stand still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """What to build. Limits that a backend cannot enforce are reported by ``Sandbox.capabilities``.
+
+    Args:
+        workdir: Absolute working directory inside the sandbox; created if missing.
+        env: Variables every process starts with, on top of a small fixed base. Nothing is inherited from the host.
+        hostname: Fixed, so that transcripts are deterministic.
+        memory_mb: Memory limit of the whole sandbox in MiB, or None.
+        storage_mb: Size limit of everything the sandbox writes, in MiB.
+        max_processes: Limit on processes and threads.
+        cpus: CPU share, fractional allowed, or None.
+        network: Whether the sandbox may reach the network. The local sandbox offers loopback only.
+        hide: Host paths that must not be visible inside even if they lie under an allowed system directory (task tests, solutions).
+    """
+
+    workdir: str = "/app"
+    env: Mapping[str, str] = field(default_factory=dict)
+    hostname: str = "t1"
+    memory_mb: int | None = 2048
+    storage_mb: int = 1024
+    max_processes: int = 256
+    cpus: float | None = None
+    network: bool = False
+    hide: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """Outcome of ``Sandbox.run``.
+
+    Args:
+        exit_code: Exit status; 128 + n for a signal; None if it ran out of time.
+        stdout: Captured bytes (bounded by the caller's ``max_output_bytes``; the rest is dropped).
+        stderr: Captured bytes, bounded likewise.
+        timed_out: Whether it was killed at its time limit.
+    """
+
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CloneResult:
+    """Outcome of ``Sandbox.run_in_clone``.
+
+    Args:
+        payload: What the entry function returned, as JSON-compatible data; None when ``error`` is set.
+        seconds: Wall time, freeze to thaw.
+        error: Machinery failure (clone could not be made, the function raised or ran out of time), else None.
+    """
+
+    payload: Any
+    seconds: float
+    error: str | None = None
+
+
+class SandboxProcess(Protocol):
+    """A process inside a sandbox."""
+
+    pid: int
+    """Process id as the host sees it (for ``/proc``), 0 where the backend cannot know it."""
+    pty_fd: int | None
+    """Master side of its terminal, owned by the caller once returned; None without one."""
+
+    def poll(self) -> int | None:
+        """Exit status if it has ended (128 + n for a signal n), else None. Never blocks."""
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for the end; None when the time ran out first."""
+
+    def kill(self, signal: int = 9) -> None:
+        """Signal the process; a no-op once it has ended."""
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """A private machine for one episode. All methods are thread-safe and raise ``SandboxDied`` once it is gone."""
+
+    isolation: str
+    """``"namespaces"``, ``"container"``, ``"remote"`` or ``"none"``."""
+    capabilities: frozenset[str]
+    """Of ``{"clone", "freeze", "memory_limit", "process_limit", "storage_limit", "cpu_limit", "network_off"}``."""
+
+    def start(self) -> None:
+        """Create it. Raises ``SandboxUnavailable`` when this machine cannot, leaving nothing behind."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is started and its processes can run."""
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        pty_size: tuple[int, int] | None = None,
+        fds: Mapping[int, int] | None = None,
+    ) -> SandboxProcess:
+        """Start a process, in a session of its own.
+
+        Args:
+            argv: Program and arguments; the program is looked up in the sandbox's PATH.
+            env: Extra variables on top of the sandbox's.
+            cwd: Working directory; default ``SandboxSpec.workdir``. Falls back to ``/`` if it is gone.
+            pty_size: (rows, cols) to give it a controlling terminal as descriptors 0-2; the master comes back in ``pty_fd``.
+            fds: Child descriptor number -> descriptor of the calling process to put there. Without a pty, missing 0-2 are /dev/null.
+                Everything else is closed in the child. The caller keeps and closes its own copies.
+        """
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout_s: float = 60.0,
+        max_output_bytes: int = 1 << 20,
+    ) -> ExecResult:
+        """Run a process without a terminal to its end and capture its output. On time-out it and its session are killed."""
+
+    def put(self, source: Path | bytes, dest: str, *, mode: int | None = None) -> None:
+        """Copy a host file, a whole host directory (its contents into ``dest``) or bytes to an absolute path; parents are created."""
+
+    def get(self, path: str, *, max_bytes: int = 1 << 24) -> bytes:
+        """Read a regular file, resolved inside the sandbox (a symlink can never reach the host)."""
+
+    def generation(self) -> str:
+        """A fingerprint of everything the sandbox's processes wrote: equal fingerprints mean the filesystem did not change."""
+
+    def run_in_clone(
+        self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0
+    ) -> CloneResult:
+        """Freeze the sandbox, run a trusted Python function in a copy-on-write clone of its filesystem, discard the clone, thaw.
+
+        The function runs in fresh mount, pid, network, ipc and uts namespaces, in a process forked from a warm interpreter.
+
+        Args:
+            entry: ``"package.module:function"``, importable from T1's own installation, taking ``payload`` and returning JSON data.
+            payload: JSON-compatible argument.
+            mounts: Absolute path in the clone -> host path, mounted read-only there and nowhere else.
+            timeout_s: Everything in the clone is killed after this.
+        """
+
+    def close(self) -> None:
+        """Kill every process and remove every trace. Idempotent, never raises."""
