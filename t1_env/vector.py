@@ -139,9 +139,9 @@ class ThreadVectorEnv(VectorEnv[Any, Any, Any]):
     def _batch(self) -> Any:
         if any(observation is None for observation in self._observations):
             raise gym.error.ResetNeeded("not every environment was reset yet; call reset() without a reset_mask first")
-        return concatenate(
-            self.single_observation_space, self._observations, create_empty_array(self.single_observation_space, self.num_envs)
-        )
+        # Fresh arrays each time: what a caller kept from an earlier step never changes under it.
+        out: Any = create_empty_array(self.single_observation_space, self.num_envs)
+        return concatenate(self.single_observation_space, self._observations, out)
 
     # ----------------------------------------------------------------------------------------------------- checked arguments
     def _seeds(self, seed: int | Sequence[int | None] | None) -> list[int | None]:
@@ -174,8 +174,8 @@ class ThreadVectorEnv(VectorEnv[Any, Any, Any]):
         """Seed of each environment's generator."""
         return self.get_attr("np_random_seed")
 
-    @property
-    def np_random(self) -> Any:  # type: ignore[misc]  # read-only and one per environment, as in Gymnasium's SyncVectorEnv
+    @property  # type: ignore[misc]  # read-only and one per environment, as in Gymnasium's SyncVectorEnv
+    def np_random(self) -> Any:
         """Generator of each environment."""
         return self.get_attr("np_random")
 
