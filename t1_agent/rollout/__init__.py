@@ -1,0 +1,1 @@
+"""Rollout: one episode, many episodes at once, and episodes on disk."""

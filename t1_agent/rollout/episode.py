@@ -1,0 +1,153 @@
+"""One episode: the environment, the ledger and the rules that join them.
+
+The policy's token ids go into the ledger exactly as they were sampled. What the environment is told is a read-only view of them
+(``t1_agent.tito.parse``); what it answers is appended as environment tokens. Nothing here re-tokenises anything.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from t1_agent.tito.codec import TurnCodec
+from t1_agent.tito.ledger import Ledger
+from t1_agent.tito.observation import render_observation
+from t1_agent.tito.parse import SUBMIT_WORD, parse_action
+from t1_agent.types import Completion, IntArray, Trajectory, Turn
+from t1_env.protocol import SHELL_STATES, EndReason, Submit
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """What the trainer allows an episode, beside the environment's own budgets.
+
+    Args:
+        max_turns: Most turns.
+        max_context_tokens: Most tokens of prompt and episode together; the episode is cut before a turn that could pass it.
+        max_turn_tokens: Most tokens of one turn (the sampler's ``max_tokens``).
+        observation_chars: Most characters of command output shown to the policy a turn (head and tail kept).
+    """
+
+    max_turns: int = 16
+    max_context_tokens: int = 1024
+    max_turn_tokens: int = 64
+    observation_chars: int = 240
+
+
+class Episode:
+    """Plays one task with completions given from outside.
+
+    ``begin`` and ``advance`` talk to the sandbox and may run on any thread, one call at a time.
+
+    Args:
+        env: An environment with T1Terminal's spaces; reused from episode to episode.
+        codec: Borders of a turn.
+        limits: See ``EpisodeLimits``.
+        session_id: Name of the episode for the engine's prefix cache.
+    """
+
+    def __init__(self, env: Any, codec: TurnCodec, limits: EpisodeLimits, *, session_id: str) -> None:
+        self.session_id = session_id
+        self.completions: list[Completion] = []
+        self._env = env
+        self._codec = codec
+        self._limits = limits
+        self._ledger: Ledger | None = None
+        self._task_id = ""
+        self._seed = 0
+        self._instruction = ""
+        self._turns: list[Turn] = []
+        self._rewards: list[float] = []
+        self._info: dict[str, Any] = {}
+        self._terminated = False
+        self._truncated = False
+        self._end_reason = ""
+        self._sandbox_s = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether the episode ended."""
+        return self._terminated or self._truncated
+
+    @property
+    def prompt_ids(self) -> IntArray:
+        """Everything so far: what the engine reads next. Starts with the previous turn's prompt and completion, id for id."""
+        return self._require_ledger().prompt_ids()
+
+    def begin(self, task_id: str, seed: int) -> None:
+        """Reset the environment onto a task and write the prompt."""
+        self._task_id, self._seed = task_id, seed
+        start = time.perf_counter()
+        _, info = self._env.reset(seed=seed % 2**31, options={"task": task_id})
+        self._sandbox_s += time.perf_counter() - start
+        self._info = info
+        self._instruction = info["instruction"]
+        self._ledger = Ledger(self._codec)
+        self._ledger.append_prompt(self._instruction)
+        self._cut_if_over_budget()
+
+    def advance(self, completion: Completion) -> None:
+        """Take one sampled turn: append it, act on it, append what came back."""
+        ledger = self._require_ledger()
+        ledger.append_completion(completion)
+        self.completions.append(completion)
+        parsed = parse_action(completion, self._codec)
+        if parsed.action is None:
+            # Nothing is executed: a cut or empty turn is answered by a word of the environment and costs a turn.
+            reward, exit_code, observation, seconds = 0.0, -1, parsed.problem, 0.0
+        else:
+            start = time.perf_counter()
+            obs, reward, self._terminated, self._truncated, self._info = self._env.step(parsed.action)
+            seconds = time.perf_counter() - start
+            exit_code = int(obs["exit_code"])
+            state = SHELL_STATES[int(obs["state"])]
+            observation = render_observation(obs["output"], exit_code, state.value, max_chars=self._limits.observation_chars)
+        self._sandbox_s += seconds
+        self._rewards.append(float(reward))
+        self._end_reason = self._info.get("end_reason") or ""
+        passed = int(self._info["verifiers_passed"])
+        shown = "" if self.done else observation
+        action = SUBMIT_WORD if isinstance(parsed.action, Submit) else parsed.action
+        self._turns.append(Turn(parsed.text, action, shown, float(reward), passed, exit_code, seconds))
+        if not self.done:
+            ledger.append_observation(observation)
+            self._cut_if_over_budget()
+
+    def trajectory(self) -> Trajectory:
+        """The finished episode as a record for the learner.
+
+        Raises:
+            ValueError: If the episode has not ended.
+        """
+        if not self.done:
+            raise ValueError(f"episode of {self._task_id} has not ended after {len(self._turns)} turns")
+        return self._require_ledger().to_trajectory(
+            task_id=self._task_id,
+            rewards=np.asarray(self._rewards, dtype=np.float32),
+            terminated=self._terminated,
+            truncated=self._truncated,
+            end_reason=self._end_reason,
+            verifiers_passed=int(self._info["verifiers_passed"]),
+            verifiers_total=int(self._info["verifiers_total"]),
+            turns=tuple(self._turns),
+            metadata={
+                "seed": self._seed,
+                "instruction": self._instruction,
+                "sandbox_s": round(self._sandbox_s, 4),
+                "infra_error": self._info.get("infra_error"),
+            },
+        )
+
+    def _cut_if_over_budget(self) -> None:
+        if len(self._turns) >= self._limits.max_turns:
+            self._truncated, self._end_reason = True, EndReason.TURN_LIMIT.value
+        elif len(self.prompt_ids) + self._limits.max_turn_tokens > self._limits.max_context_tokens:
+            self._truncated, self._end_reason = True, EndReason.CONTEXT_LIMIT.value
+
+    def _require_ledger(self) -> Ledger:
+        if self._ledger is None:
+            raise ValueError("the episode has not begun: call begin(task_id, seed) first")
+        return self._ledger
