@@ -1,0 +1,38 @@
+"""tidy-files: look into a directory, move or copy one file, delete another, write a line.
+
+What has to be decided: which file (its name is found by looking), ``mv`` or ``cp``, whether and what to delete, ``>`` or ``>>``.
+"""
+
+from __future__ import annotations
+
+from t1_env.tasks import clauses
+from t1_env.tasks.instance import Builder, Instance
+
+NAME = "tidy-files"
+DESCRIPTION = "Move, copy and delete files found by looking, and write short lines."
+CATEGORY = "files"
+LEVELS = (1, 2, 3)
+
+SUFFIXES = ("log", "tmp", "txt")
+SCENES = {1: 1, 2: 2, 3: 4}
+
+
+def generate(seed: int, level: int) -> Instance:
+    """One instance; level 2 has two directories to tidy, level 3 four, both with counts."""
+    build = Builder(NAME, level, seed)
+    for number in range(SCENES[level]):
+        _tidy(build, number)
+    return build.build()
+
+
+def _tidy(build: Builder, number: int) -> None:
+    rng = build.stream(f"tidy-{number}")
+    kept, sent, deleted = rng.sample(SUFFIXES, 3)
+    target = build.draw("place")
+    move = rng.random() < 0.5
+    clauses.write_line(build, f"{target}/{build.draw()}.txt", rng.choice(("replace", "append")))
+    scene = clauses.look_into(build, SUFFIXES)
+    clauses.transfer(build, scene, sent, target, move=move)
+    clauses.delete(build, scene, deleted, keep=kept)
+    if build.level > 1:
+        clauses.count_files(build, scene.place, 1 if move else 2, f"{target}/{build.draw()}.txt")

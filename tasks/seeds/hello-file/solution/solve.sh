@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+# step: write the line
+echo hi > hello.txt
