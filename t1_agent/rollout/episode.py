@@ -17,7 +17,7 @@ from t1_agent.tito.ledger import Ledger
 from t1_agent.tito.observation import render_observation
 from t1_agent.tito.parse import SUBMIT_WORD, parse_action
 from t1_agent.types import Completion, IntArray, Trajectory, Turn
-from t1_env.protocol import SHELL_STATES, EndReason, Submit
+from t1_env.protocol import EndReason, Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,7 @@ class Episode:
             obs, reward, self._terminated, self._truncated, self._info = self._env.step(parsed.action)
             seconds = time.perf_counter() - start
             exit_code = int(obs["exit_code"])
-            state = SHELL_STATES[int(obs["state"])]
-            observation = render_observation(obs["output"], exit_code, state.value, max_chars=self._limits.observation_chars)
+            observation = render_observation(obs, max_chars=self._limits.observation_chars)
         self._sandbox_s += seconds
         self._rewards.append(float(reward))
         self._end_reason = self._info.get("end_reason") or ""
