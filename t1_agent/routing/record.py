@@ -40,6 +40,7 @@ class RouteRecorder:
     def __enter__(self) -> RouteRecorder:
         if self._handles:
             raise RoutingError("RouteRecorder: entered twice; make one recorder a scope")
+        self._chosen = [[] for _ in self.sites]
         for column, site in enumerate(self.sites):
             self._handles.append(site.router.register_forward_hook(self._hook(column, site)))
         return self
