@@ -27,7 +27,7 @@ MESSAGE_LIMIT: Final = 300
 
 # Everything that tests cannot notice, or that writes where it must not. Kept are the plugins behind marks and fixtures.
 _DISABLED_PLUGINS: Final = (
-    *("terminal", "debugging", "pastebin", "junitxml", "doctest", "cacheprovider", "setuponly", "setupplan", "stepwise"),
+    *("terminal", "pastebin", "junitxml", "doctest", "cacheprovider", "setuponly", "setupplan", "stepwise"),
     *("faulthandler", "unraisableexception", "threadexception"),
 )
 

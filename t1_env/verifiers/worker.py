@@ -65,6 +65,7 @@ class TestClass:
     def test_method(self): pass
 """
 
+_RESULT_FD: Final = 3
 _ENDED: Final = "the runner ended"
 _warm_session: Session | None = None
 
@@ -297,12 +298,15 @@ def _runner_main(payload: Mapping[str, Any], tests_dir: str, ids: Sequence[str] 
     """Body of the forked runner. Leaves only through ``os._exit``, so that nothing of the parent runs twice."""
     try:
         os.setsid()
-        _enter(payload, tests_dir)
+        _enter(payload, tests_dir, write_fd)
+        runner_pid = os.getpid()
 
         def report(record: dict[str, Any]) -> None:
+            if os.getpid() != runner_pid:  # a test forked and its child came back here: only the runner itself has a vote
+                os._exit(0)
             data = json.dumps({**record, "nonce": nonce}).encode() + b"\n"
             while data:
-                data = data[os.write(write_fd, data) :]
+                data = data[os.write(_RESULT_FD, data) :]
 
         session = _warm_session or new_session()
         recorder, items = collect_tests(session, tests_dir, report)
@@ -318,7 +322,7 @@ def _discard(record: dict[str, Any]) -> None:
     """Where the warm-up's records go."""
 
 
-def _enter(payload: Mapping[str, Any], tests_dir: str) -> None:
+def _enter(payload: Mapping[str, Any], tests_dir: str, write_fd: int) -> None:
     """Give the runner its fixed surroundings: environment, working directory, descriptors, limits, import path."""
     os.environ.clear()
     os.environ.update(BASE_ENV)
@@ -326,7 +330,9 @@ def _enter(payload: Mapping[str, Any], tests_dir: str) -> None:
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    os.close(null)
+    # Every other descriptor of the warm interpreter ends here, above all the one on which the clone's answer leaves.
+    os.dup2(write_fd, _RESULT_FD, inheritable=False)
+    os.closerange(_RESULT_FD + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     os.umask(0o022)
     try:
         os.chdir(payload["workdir"])
