@@ -81,7 +81,7 @@ def retokenise(trajectory: Trajectory, tokenizer: ChatTokenizer) -> Retokenised:
 
 
 def drift_between(trained: IntArray, sampled: IntArray) -> int:
-    """Tokens that differ between two sequences, after the alignment that keeps the most: a replaced run counts its longer side."""
+    """Tokens that differ between two sequences aligned by their longest matching blocks; a replaced run counts its longer side."""
     if len(trained) == len(sampled) and np.array_equal(trained, sampled):
         return 0
     # The common ends are cut off first: the alignment is quadratic in what is left.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _UNICODE_NORMALIZERS: Final = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _PROBES: Final = (
-    "a",
+    "aBC",
     " leading and trailing ",
     "\r\n\t\x00\x1b[0m",
     "e\u0301 \u00e9 \U0001f600 \u200d\u200b",
@@ -60,10 +60,7 @@ class LiteralEncoder:
         Returns:
             int32 [n], none of them a control id.
         """
-        try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError:
-            ids = self._backend.encode(_replace_surrogates(text), add_special_tokens=False).ids
+        ids = self._backend.encode(_scalar_values(text), add_special_tokens=False).ids
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
@@ -120,5 +117,10 @@ def _without_unicode_normalizer(normalizer: dict[str, Any] | None) -> dict[str, 
     return normalizer
 
 
-def _replace_surrogates(text: str) -> str:
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+def _scalar_values(text: str) -> str:
+    """The text with lone surrogates replaced: Python strings can hold them (``surrogateescape``), UTF-8 cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text

@@ -11,8 +11,8 @@ from t1_env.protocol import SHELL_STATES, ShellState
 def render_observation(observation: Mapping[str, Any], max_chars: int = 200) -> str:
     """Render an observation of ``T1Terminal-v0`` as the text of an environment turn. Deterministic: the same observation, the same text.
 
-    The first line is ``exit N``, or ``exit none`` while there is no exit status; when the shell does not simply wait for the next command, its
-    state follows on the same line. Line ends become ``\\n`` and those at the end of the output are dropped.
+    The first line is ``exit N``, or ``exit none`` while there is no exit status. When the shell does not simply wait for the next command,
+    its state follows on the same line. CRLF becomes LF, and line ends at the end of the output are dropped.
 
     Args:
         observation: Needs ``output`` (str), ``exit_code`` (integer, negative for none) and ``state`` (index into ``SHELL_STATES``).
