@@ -27,6 +27,7 @@ class EnvConfig:
         end_on_solved: Whether passing every verifier terminates the episode.
         max_turns: Steps until the episode is truncated.
         time_limit_s: Wall-clock seconds until the episode is truncated, or None.
+        byte_limit: Bytes of terminal output until the episode is truncated, or None.
         step_timeout_s: Seconds a command may take when it sets no limit of its own.
         max_output_bytes: Bytes of output kept each step.
         rows: Rows of the terminal.
@@ -47,6 +48,7 @@ class EnvConfig:
     end_on_solved: bool = True
     max_turns: int = 300
     time_limit_s: float | None = None
+    byte_limit: int | None = None
     step_timeout_s: float = 30.0
     max_output_bytes: int = 16384
     rows: int = 24
@@ -65,6 +67,8 @@ class EnvConfig:
         _require_seconds("step_timeout_s", self.step_timeout_s)
         if self.time_limit_s is not None:
             _require_seconds("time_limit_s", self.time_limit_s)
+        if self.byte_limit is not None:
+            _require_int("byte_limit", self.byte_limit, 1, 2**63 - 1)
         if self.gamma is not None and not (_is_number(self.gamma) and 0.0 < self.gamma <= 1.0):
             raise ConfigError(f"gamma={self.gamma!r}: expected a number in (0, 1], or None for the plain reward")
         _require_choice("verify", self.verify, VERIFY_MODES)

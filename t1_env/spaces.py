@@ -38,6 +38,11 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def to_unicode(text: str) -> str:
+    """Return ``text`` with every lone surrogate replaced, so that it can be encoded."""
+    return text if is_unicode(text) else text.encode("utf-8", "replace").decode("utf-8")
+
+
 class TerminalText(spaces.Text):
     """Text of a terminal: any Unicode string, empty included, up to a number of characters.
 

@@ -1,0 +1,188 @@
+"""Entry point of ``t1-env``. The commands are imported only when they run, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn, TextIO
+
+from t1_env._version import __version__
+from t1_env.errors import T1Error
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_EPILOG = """examples:
+  t1-env doctor
+  t1-env run --agent oracle seeds/hello-file
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that suggests the nearest command and prints one line for a mistake."""
+
+    commands: tuple[str, ...] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, after looking whether the command exists."""
+        words = sys.argv[1:] if args is None else list(args)
+        word = next((word for word in words if not word.startswith("-")), "")
+        if self.commands and word and word not in self.commands:
+            near = difflib.get_close_matches(word, self.commands, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(self.commands)}"
+            self.error(f"unknown command {word!r}: {hint}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with status 2."""
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``t1-env``."""
+    parser = _Parser(
+        prog="t1-env",
+        description="Play, check and inspect the tasks of the T1 terminal environment.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"t1-env {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
+    commands.add_parser("doctor", help="say which sandboxes this machine can run and what to install for the others")
+    _add_tasks(commands)
+    play = commands.add_parser("play", help="play a task yourself", description=_PLAY_HELP)
+    _add_episode_arguments(play)
+    run = commands.add_parser("run", help="let a scripted agent play a task and print the reward of each step")
+    run.add_argument("--agent", choices=("oracle", "noop"), default="oracle", help="the task's own solution, or nothing (default: oracle)")
+    _add_episode_arguments(run)
+    parser.commands = tuple(commands.choices)
+    return parser
+
+
+_PLAY_HELP = """Type a command line to run it. Lines that start with a colon drive the episode: ':submit' ends it (so does end of input),
+':keys C-c' sends keystrokes, ':screen' shows the terminal, ':quit' leaves without submitting."""
+
+
+def _add_tasks(commands: Any) -> None:
+    tasks = commands.add_parser("tasks", help="list or check tasks")
+    actions = tasks.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True, parser_class=_Parser)
+    listing = actions.add_parser("list", help="list the tasks that can be played")
+    listing.add_argument("pattern", nargs="?", default=None, help="only ids that match this glob, e.g. 'seeds/*'")
+    check = actions.add_parser("check", help="check that each task's solution passes every verifier and doing nothing passes none")
+    check.add_argument("ids", nargs="*", metavar="TASK", help="ids, globs or directories (default: every task)")
+    check.add_argument("--jobs", type=_positive_int, default=1, metavar="N", help="how many to check at the same time (default: 1)")
+    check.add_argument(
+        "--instances",
+        type=_positive_int,
+        default=None,
+        metavar="N",
+        help="instances of each family and level (default: all that were named, 3 of a whole split)",
+    )
+    check.add_argument("--sandbox", default="local", help="sandbox backend (default: local)")
+    tasks.commands = tuple(actions.choices)
+
+
+def _add_episode_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", metavar="TASK", help="id, directory or family, e.g. seeds/hello-file")
+    parser.add_argument("--seed", type=_non_negative_int, default=0, metavar="N", help="seed of the reset (default: 0)")
+    parser.add_argument("--sandbox", default="local", metavar="NAME", help="sandbox backend (default: local)")
+    parser.add_argument("--reward", default="delta", metavar="NAME", help="delta, level, final or solved (default: delta)")
+    parser.add_argument("--max-turns", type=_positive_int, default=300, metavar="N", help="steps until truncation (default: 300)")
+    parser.add_argument(
+        "--step-timeout", type=float, default=30.0, metavar="SECONDS", help="time limit of a command in seconds (default: 30)"
+    )
+    parser.add_argument("--record", default=None, metavar="DIR", help="write a transcript (JSONL) into this directory")
+
+
+def _non_negative_int(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
+
+
+def _positive_int(text: str) -> int:
+    value = _non_negative_int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return value
+
+
+def _dispatch(arguments: argparse.Namespace) -> int:
+    if arguments.command == "doctor":
+        from t1_env.cli.doctor import doctor
+
+        return doctor()
+    if arguments.command == "tasks" and arguments.action == "list":
+        from t1_env.cli.tasks import list_command
+
+        return list_command(arguments.pattern)
+    if arguments.command == "tasks":
+        from t1_env.cli.tasks import check_command
+
+        return check_command(arguments.ids, jobs=arguments.jobs, instances=arguments.instances, sandbox=arguments.sandbox)
+    from t1_env.cli.episodes import EpisodeOptions, play_command, run_command
+
+    options = EpisodeOptions(
+        task=arguments.task,
+        seed=arguments.seed,
+        sandbox=arguments.sandbox,
+        reward=arguments.reward,
+        max_turns=arguments.max_turns,
+        step_timeout_s=arguments.step_timeout,
+        record=arguments.record,
+    )
+    return play_command(options) if arguments.command == "play" else run_command(options, agent=arguments.agent)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``t1-env``.
+
+    Args:
+        argv: Arguments, without the program's name; default ``sys.argv[1:]``.
+
+    Returns:
+        0 if all went well, 1 if a check failed, 2 for a mistake in what was asked, 130 after Ctrl-C.
+    """
+    parser = build_parser()
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse leaves this way after --help, --version and mistakes
+        return stop.code if isinstance(stop.code, int) else EXIT_USAGE
+    if arguments.command is None:
+        parser.print_help()
+        return EXIT_USAGE
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            return _dispatch(arguments)
+        except T1Error as error:
+            if arguments.debug:
+                raise
+            print(f"t1-env: error: {_one_line(error)}", file=sys.stderr)
+            return EXIT_USAGE
+        except KeyboardInterrupt:
+            print("t1-env: interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:
+            # The reader of our output went away (`t1-env tasks list | head`); keep the interpreter from complaining at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_OK
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+) -> None:
+    print(f"t1-env: warning: {' '.join(str(message).split())}", file=file or sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

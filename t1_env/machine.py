@@ -1,0 +1,169 @@
+"""The machine an episode is played on: a sandbox with the task's environment built in it, its frozen verifiers and one shell."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+from t1_env.errors import ConfigError, SandboxUnavailable, VerifierError
+from t1_env.protocol import VerifierReport
+from t1_env.sandbox.base import Sandbox, SandboxSpec
+from t1_env.sandbox.images import build_environment
+from t1_env.shell import Session, ShellConfig
+from t1_env.tasks import Task
+from t1_env.tasks.corpus import corpus_root
+from t1_env.tasks.families import cache_dir
+from t1_env.timing import Stopwatch
+from t1_env.verifiers.runner import collect, literal_env, run
+
+DEFAULT_STORAGE_MB: Final = 1024
+DEFAULT_MEMORY_MB: Final = 2048
+MAX_STORAGE_MB: Final = 4096
+"""What the sandbox writes lives in memory, so a task that asks for ten gigabytes of disk gets this much."""
+
+
+class SandboxFactory(Protocol):
+    """Makes a sandbox that is not started yet."""
+
+    def __call__(self, spec: SandboxSpec) -> Sandbox:
+        """Return a sandbox for this specification."""
+
+
+def _local(spec: SandboxSpec) -> Sandbox:
+    from t1_env.sandbox.local import LocalSandbox
+
+    return LocalSandbox(spec)
+
+
+_BACKENDS: Final[Mapping[str, Callable[[SandboxSpec], Sandbox]]] = {"local": _local}
+
+
+def sandbox_factory(sandbox: str | SandboxFactory) -> SandboxFactory:
+    """Return the factory of a backend.
+
+    Args:
+        sandbox: Name of a backend, or a factory of the caller's own.
+
+    Returns:
+        The factory.
+
+    Raises:
+        ConfigError: If there is no backend of this name.
+    """
+    if not isinstance(sandbox, str):
+        return sandbox
+    if sandbox not in _BACKENDS:
+        near = difflib.get_close_matches(sandbox, _BACKENDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(_BACKENDS)}, or a callable"
+        raise ConfigError(f"unknown sandbox {sandbox!r}: {hint} (`t1-env doctor` says what this machine can run)")
+    return _BACKENDS[sandbox]
+
+
+def sandbox_spec(task: Task) -> SandboxSpec:
+    """Return the sandbox a task asks for. The network stays off, and every host directory that holds tasks is hidden."""
+    environment = task.config.environment
+    return SandboxSpec(
+        workdir=task.workdir,
+        env=literal_env(environment.env),
+        memory_mb=environment.memory_limit_mb or DEFAULT_MEMORY_MB,
+        storage_mb=min(environment.storage_limit_mb or DEFAULT_STORAGE_MB, MAX_STORAGE_MB),
+        cpus=environment.cpus,
+        hide=_task_directories(task),
+    )
+
+
+def _task_directories(task: Task) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys((task.path, corpus_root(), cache_dir())))
+
+
+class Machine:
+    """One episode's sandbox, verifiers and shell. Made fresh for every episode; nothing of it outlives ``close``.
+
+    Args:
+        task: The task.
+        factory: Makes the sandbox.
+        shell: Configuration of the shell.
+        verify_retries: How often a verification that failed as infrastructure is tried again.
+    """
+
+    def __init__(self, task: Task, factory: SandboxFactory, shell: ShellConfig, *, verify_retries: int) -> None:
+        self.task = task
+        self.sandbox = factory(sandbox_spec(task))
+        self.verifier_ids: tuple[str, ...] = ()
+        self._shell_config = shell
+        self._session: Session | None = None
+        self._verify_retries = verify_retries
+        self._verified_generation: str | None = None
+
+    @property
+    def session(self) -> Session:
+        """The shell."""
+        if self._session is None:
+            raise SandboxUnavailable("the shell was not started: call start() first")
+        return self._session
+
+    def start(self, watch: Stopwatch) -> VerifierReport:
+        """Start the sandbox, build the environment, freeze the verifiers, run them once untouched, start the shell.
+
+        Args:
+            watch: Counts the seconds of each phase.
+
+        Returns:
+            The report on the untouched environment.
+
+        Raises:
+            SandboxError: The sandbox could not be started or built.
+            TaskError: The verifiers cannot be collected.
+            VerifierError: The machinery failed while they ran.
+            ShellError: The shell could not be started.
+        """
+        with watch.phase("sandbox"):
+            self.sandbox.start()
+        with watch.phase("build"):
+            build_environment(self.sandbox, self.task.environment_dir, self.task.config.environment.build_timeout_sec)
+        with watch.phase("collect"):
+            self.verifier_ids = collect(self.sandbox, self.task)
+        baseline = self.verify(watch)
+        if baseline.infra_error is not None:
+            raise VerifierError(f"the verifiers of {self.task.id} could not be run on its untouched environment: {baseline.infra_error}")
+        with watch.phase("shell"):
+            self._session = Session(self.sandbox, self._shell_config)
+            self._session.start()
+        return baseline
+
+    def verify(self, watch: Stopwatch) -> VerifierReport:
+        """Run the verifiers in a clone of the sandbox as it stands.
+
+        Args:
+            watch: Counts the seconds.
+
+        Returns:
+            The report; ``infra_error`` is set when the machinery failed.
+        """
+        with watch.phase("fingerprint"):
+            generation = self.sandbox.generation()
+        with watch.phase("verify"):
+            report = run(self.sandbox, self.task, self.verifier_ids, retries=self._verify_retries)
+        # Taken before the run: what a background process wrote meanwhile is seen as a change at the next step.
+        self._verified_generation = generation if report.infra_error is None else None
+        return report
+
+    def changed(self, watch: Stopwatch) -> bool:
+        """Whether the filesystem changed since the verifiers last ran.
+
+        Args:
+            watch: Counts the seconds.
+        """
+        with watch.phase("fingerprint"):
+            return self.sandbox.generation() != self._verified_generation
+
+    def close(self) -> None:
+        """End the shell and remove the sandbox. Idempotent."""
+        session, self._session = self._session, None
+        try:
+            if session is not None:
+                session.close()
+        finally:
+            self.sandbox.close()
