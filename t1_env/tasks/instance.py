@@ -7,6 +7,7 @@ function of (family, level, seed) and one part can change without disturbing the
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,8 +153,10 @@ class Builder:
             requirement: The line of the instruction it checks.
             asserts: Python statements, run in order.
         """
-        taken = sum(check.name.rstrip("_0123456789") == name for check in self._checks)
-        self._checks.append(_Check(f"{name}_{taken + 1}" if taken else name, requirement, asserts))
+        taken = {check.name for check in self._checks}
+        numbered = (f"{name}_nr_{number}" for number in itertools.count(2))
+        free = name if name not in taken else next(each for each in numbered if each not in taken)
+        self._checks.append(_Check(free, requirement, asserts))
 
     def needs(self, *programs: str) -> None:
         """Declare programs the oracle uses beyond coreutils."""

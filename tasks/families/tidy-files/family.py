@@ -5,7 +5,7 @@ What has to be decided: which file (its name is found by looking), ``mv`` or ``c
 
 from __future__ import annotations
 
-from t1_env.tasks import clauses
+from t1_env.tasks.clauses import files
 from t1_env.tasks.instance import Builder, Instance
 
 NAME = "tidy-files"
@@ -30,9 +30,9 @@ def _tidy(build: Builder, number: int) -> None:
     kept, sent, deleted = rng.sample(SUFFIXES, 3)
     target = build.draw("place")
     move = rng.random() < 0.5
-    clauses.write_line(build, f"{target}/{build.draw()}.txt", rng.choice(("replace", "append")))
-    scene = clauses.look_into(build, SUFFIXES)
-    clauses.transfer(build, scene, sent, target, move=move)
-    clauses.delete(build, scene, deleted, keep=kept)
+    files.write_line(build, f"{target}/{build.draw()}.txt", rng.choice(("replace", "append")))
+    scene = files.look_into(build, SUFFIXES)
+    files.transfer(build, scene, sent, target, move=move)
+    files.delete(build, scene, deleted, keep=kept)
     if build.level > 1:
-        clauses.count_files(build, scene.place, 1 if move else 2, f"{target}/{build.draw()}.txt")
+        files.count_files(build, scene.place, 1 if move else 2, f"{target}/{build.draw()}.txt")

@@ -1,11 +1,8 @@
-"""Clauses that several families compose their instances from: files and text.
-
-A clause says one line of the instruction and adds everything that belongs to it: files, oracle steps with their slips, and tests. A test
-that something stayed as it was always asserts the deliverable first, so that doing nothing passes no test.
-"""
+"""Clauses about files and short texts: look into a directory, move, copy, delete, write a line, count files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from t1_env.tasks.instance import Builder
@@ -21,16 +18,20 @@ class Scene:
     Args:
         place: The directory.
         names: Suffix -> file name.
-        contents: Suffix -> the file's only line.
+        contents: Suffix -> the file's lines.
     """
 
     place: str
     names: dict[str, str]
-    contents: dict[str, str]
+    contents: dict[str, tuple[str, ...]]
 
     def path(self, suffix: str) -> str:
         """Path of the file with this suffix, relative to /app."""
         return f"{self.place}/{self.names[suffix]}"
+
+    def holds(self, path: str, suffix: str) -> str:
+        """Assertion that ``path`` has the contents of the file with this suffix."""
+        return f'assert lines("{path}") == {list(self.contents[suffix])}'.replace("'", '"')
 
 
 def short_line(build: Builder, part: str) -> str:
@@ -39,15 +40,22 @@ def short_line(build: Builder, part: str) -> str:
     return f"{rng.choice(LINE_BITS)} {rng.randrange(10, 100)}"
 
 
-def look_into(build: Builder, suffixes: tuple[str, ...]) -> Scene:
-    """A directory whose file names only a look reveals; the first oracle step lists it."""
+def look_into(build: Builder, suffixes: tuple[str, ...], *, contents: Mapping[str, tuple[str, ...]] | None = None) -> Scene:
+    """A directory whose file names only a look reveals; the first oracle step lists it.
+
+    Args:
+        build: The instance.
+        suffixes: One file each.
+        contents: Suffix -> lines, where a file is to hold more than a short line.
+    """
     place = build.draw("place")
-    names = {suffix: f"{build.draw()}.{suffix}" for suffix in suffixes}
-    contents = {suffix: short_line(build, f"{place}-{suffix}") for suffix in suffixes}
+    scene = Scene(place, {}, {})
     for suffix in suffixes:
-        build.file(f"{place}/{names[suffix]}", [contents[suffix]])
+        scene.names[suffix] = f"{build.draw()}.{suffix}"
+        scene.contents[suffix] = (contents or {}).get(suffix) or (short_line(build, f"{place}-{suffix}"),)
+        build.file(scene.path(suffix), scene.contents[suffix])
     build.step(f"look into {place}", f"ls -1 {place}")
-    return Scene(place, names, contents)
+    return scene
 
 
 def transfer(build: Builder, scene: Scene, suffix: str, target: str, *, move: bool) -> str:
@@ -58,12 +66,12 @@ def transfer(build: Builder, scene: Scene, suffix: str, target: str, *, move: bo
     source, name = scene.path(suffix), scene.names[suffix]
     right, wrong = ("mv", "cp") if move else ("cp", "mv")
     build.step(said, f"{right} {source} {target}/", slips={f"{wrong}-for-{right}": f"{wrong} {source} {target}/"})
-    arrived = f'assert lines("{target}/{name}") == ["{scene.contents[suffix]}"]'
+    arrived = scene.holds(f"{target}/{name}", suffix)
     build.test(f"{suffix}_file_arrives", said, arrived)
     if move:
         build.test(f"{suffix}_file_left", said, arrived, f'assert not (APP / "{source}").exists()')
     else:
-        build.test(f"{suffix}_file_stays", said, arrived, f'assert lines("{source}") == ["{scene.contents[suffix]}"]')
+        build.test(f"{suffix}_file_stays", said, arrived, scene.holds(source, suffix))
     return f"{target}/{name}"
 
 
@@ -75,7 +83,7 @@ def delete(build: Builder, scene: Scene, suffix: str, keep: str) -> None:
     build.step(said, f"rm {scene.path(suffix)}", slips=slips)
     gone = f'assert not (APP / "{scene.path(suffix)}").exists()'
     build.test(f"{suffix}_file_gone", said, gone)
-    build.test(f"{keep}_file_kept", said, gone, f'assert lines("{scene.path(keep)}") == ["{scene.contents[keep]}"]')
+    build.test(f"{keep}_file_kept", said, gone, scene.holds(scene.path(keep), keep))
 
 
 def write_line(build: Builder, path: str, how: str) -> None:
