@@ -42,7 +42,7 @@ class RouteRecorder:
             raise RoutingError("RouteRecorder: entered twice; make one recorder a scope")
         self._chosen = [[] for _ in self.sites]
         for column, site in enumerate(self.sites):
-            self._handles.append(site.router.register_forward_hook(self._hook(column, site)))
+            self._handles.append(site.experts.register_forward_pre_hook(self._hook(column, site), with_kwargs=True))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -51,8 +51,9 @@ class RouteRecorder:
         self._handles.clear()
 
     def _hook(self, column: int, site: RouterSite) -> Any:
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._chosen[column].append(site.adapter.indices(output).detach())
+        # At the experts' door, so that what is recorded is what computes, also inside a replay.
+        def keep(_experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._chosen[column].append(site.adapter.received(args, kwargs).detach())
 
         return keep
 
