@@ -1,0 +1,2 @@
+#!/bin/bash
+echo release 1.2
