@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from t1_env.errors import ConfigError
 from t1_env.protocol import SHELL_STATES, Action, Command, Keys, Submit
-from t1_env.spaces import NO_EXIT_CODE, action_to_json
-from t1_env.wrappers.text import require_terminal_space
+from t1_env.spaces import NO_EXIT_CODE
+from t1_env.wrappers.text import action_text, require_terminal_space
 
 SCREEN_CLASSES: Final = 96
 """Classes of a screen cell: 0 blank, 1 to 94 the visible ASCII characters in order, 95 everything else."""
@@ -107,8 +107,7 @@ class MenuAction(gym.ActionWrapper[Any, Any, Action], gym.utils.RecordConstructo
 
     def labels(self) -> list[str]:
         """Return a short label of each entry, for plots and logs."""
-        records = [action_to_json(entry) for entry in self.menu]
-        return [record if isinstance(record, str) else " ".join(str(value) for value in record.values()) for record in records]
+        return [action_text(entry).removeprefix("$ ") for entry in self.menu]
 
 
 def make_sb3_env(task: Any, menu: Sequence[Action], *, submit: bool = True, **kwargs: Any) -> gym.Env[Any, Any]:
