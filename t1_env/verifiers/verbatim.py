@@ -1,0 +1,222 @@
+"""The task's own ``tests/test.sh`` as a second opinion at the end of an episode.
+
+The fast runner pays during the episode; the script is what the task's author wrote. It runs word for word in a clone, its results are
+read from the best source it leaves, and where the two disagree the lower count is paid and the disagreement is reported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+from xml.etree import ElementTree
+
+from t1_env.errors import SandboxError
+from t1_env.protocol import VerifierOutcome, VerifierReport, VerifierStatus
+from t1_env.sandbox.base import Sandbox
+from t1_env.tasks.task import Task
+from t1_env.verifiers.runner import TESTS_MOUNT, clone_payload
+
+_ENTRY: Final = "t1_env.verifiers.verbatim_worker:run_script"
+_CLONE_MARGIN_S: Final = 10.0
+_SHORT_SUMMARY: Final = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S.*?)(?: - .*)?$", re.MULTILINE)
+_SCALAR: Final = "reward"
+_OUTPUT_KEPT: Final = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class VerbatimResult:
+    """What ``test.sh`` said.
+
+    Args:
+        report: Its verdicts over the frozen ids, or over the single id ``"reward"`` when it left only a number; None without a verdict.
+        problem: Why there is no verdict, else None.
+        exit_code: Exit status of the script, None if it did not run to its end.
+        output: The last part of what it printed.
+    """
+
+    report: VerifierReport | None
+    problem: str | None = None
+    exit_code: int | None = None
+    output: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """The fast runner's report and the script's, settled.
+
+    Args:
+        report: The report to pay.
+        agrees: Whether both say the same; None when there was no second opinion.
+        differences: One line for each disagreement.
+        note: Why there was no second opinion, else empty.
+    """
+
+    report: VerifierReport
+    agrees: bool | None
+    differences: tuple[str, ...] = ()
+    note: str = ""
+
+
+def run_verbatim(sandbox: Sandbox, task: Task, ids: Sequence[str], *, timeout_s: float | None = None) -> VerbatimResult:
+    """Run ``tests/test.sh`` in a clone of the sandbox as it stands.
+
+    Args:
+        sandbox: The sandbox to judge; unchanged afterwards.
+        task: The task.
+        ids: The frozen list of verifiers.
+        timeout_s: Limit for the script; default ``[verifier] timeout_sec``.
+
+    Returns:
+        The verdict, or the reason why there is none. Never raises for a failure of the machinery.
+    """
+    if not (task.tests_dir / "test.sh").is_file():
+        return VerbatimResult(None, problem="the task ships no tests/test.sh")
+    limit_s = task.config.verifier.timeout_sec if timeout_s is None else timeout_s
+    try:
+        result = sandbox.run_in_clone(
+            _ENTRY, clone_payload(task, limit_s), mounts={TESTS_MOUNT: task.tests_dir}, timeout_s=limit_s + _CLONE_MARGIN_S
+        )
+    except SandboxError as error:
+        return VerbatimResult(None, problem=f"{type(error).__name__}: {error}")
+    if result.error is not None:
+        return VerbatimResult(None, problem=result.error)
+    answer = result.payload
+    output = str(answer["output"])
+    report = None if answer["problem"] else parse_results(answer["files"], output, ids, seconds=result.seconds)
+    problem = answer["problem"] or (None if report else "test.sh left no result that can be read")
+    return VerbatimResult(report, problem, answer["exit_code"], output[-_OUTPUT_KEPT:])
+
+
+def settle(fast: VerifierReport, verbatim: VerbatimResult) -> Settlement:
+    """Compare the two opinions and choose what is paid: the lower count.
+
+    A script that leaves only a number is compared on whether everything passes. If it says no where the fast runner says yes, nothing is
+    paid, because nothing is known about the single verifiers.
+
+    Args:
+        fast: The last report of the fast runner, on the same state.
+        verbatim: The script's verdict.
+    """
+    other = verbatim.report
+    if other is None or fast.infra_error is not None:
+        return Settlement(fast, None, note=verbatim.problem or fast.infra_error or "")
+    if set(other.outcomes) != set(fast.outcomes):
+        if other.solved == fast.solved:
+            return Settlement(fast, True)
+        difference = f"all verifiers pass: runner {fast.solved}, {other.source} {other.solved}"
+        return Settlement(_none_passed(fast, other.source) if fast.solved else fast, False, (difference,))
+    mine, theirs = fast.as_bools(), other.as_bools()
+    differences = tuple(
+        f"{name}: runner {'passed' if mine[name] else 'did not pass'}, {other.source} {other.outcomes[name].status.value}"
+        for name in mine
+        if mine[name] != theirs[name]
+    )
+    return Settlement(other if other.passed < fast.passed else fast, not differences, differences)
+
+
+def parse_results(files: Mapping[str, str], output: str, ids: Sequence[str], *, seconds: float = 0.0) -> VerifierReport | None:
+    """Read the best source a test script left: CTRF, JUnit XML, pytest's ``-rA`` lines, ``reward.json``, ``reward.txt``.
+
+    Args:
+        files: Name -> text of the files in ``/logs/verifier``.
+        output: What the script printed.
+        ids: The frozen list of verifiers.
+        seconds: Wall time to note in the report.
+
+    Returns:
+        A report over ``ids`` (over ``("reward",)`` or the keys of ``reward.json`` when single tests are not named), or None if there is
+        nothing to read.
+    """
+    for source, statuses in (
+        ("ctrf", _ctrf(files.get("ctrf.json", ""))),
+        ("junit", _junit(files.get("junit.xml") or files.get("results.xml") or "")),
+        ("pytest", _summary_lines(output)),
+    ):
+        if statuses:
+            return _over_frozen_ids(statuses, ids, source, seconds)
+    scores = _reward_json(files.get("reward.json", ""))
+    if scores:
+        return _report({name: _status(value >= 1.0) for name, value in scores.items()}, "reward.json", seconds)
+    try:
+        return _report({_SCALAR: _status(float(files["reward.txt"]) >= 1.0)}, "reward.txt", seconds)
+    except (KeyError, ValueError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------- sources
+Statuses = list[tuple[str, VerifierStatus]]
+
+
+def _ctrf(text: str) -> Statuses:
+    try:
+        tests = json.loads(text)["results"]["tests"]
+        return [(str(test["name"]), _status(test["status"] == "passed")) for test in tests]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _junit(text: str) -> Statuses:
+    if "<testcase" not in text or "<!DOCTYPE" in text:  # no entity tricks: the file comes from beside the agent's code
+        return []
+    try:
+        cases = list(ElementTree.fromstring(text).iter("testcase"))
+    except ElementTree.ParseError:
+        return []
+    # pytest writes the dotted module (and class) as classname: test_outputs.TestA -> test_outputs.py::TestA::name
+    return [(_junit_id(case.get("classname", ""), case.get("name", "")), _status(not [e for e in case if e.tag in _BAD])) for case in cases]
+
+
+_BAD: Final = ("failure", "error", "skipped")
+
+
+def _junit_id(classname: str, name: str) -> str:
+    parts = classname.split(".")
+    classes = [part for part in parts if part[:1].isupper()]
+    module = "/".join(part for part in parts if not part[:1].isupper())
+    return "::".join([f"{module}.py", *classes, name])
+
+
+def _summary_lines(output: str) -> Statuses:
+    return [(name, _status(word == "PASSED")) for word, name in _SHORT_SUMMARY.findall(output) if "::" in name]
+
+
+def _reward_json(text: str) -> dict[str, float]:
+    try:
+        value: Any = json.loads(text)
+        if isinstance(value, int | float):
+            value = {_SCALAR: value}
+        return {str(name): float(score) for name, score in value.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _status(passed: bool) -> VerifierStatus:
+    return VerifierStatus.PASSED if passed else VerifierStatus.FAILED
+
+
+def _over_frozen_ids(statuses: Statuses, ids: Sequence[str], source: str, seconds: float) -> VerifierReport:
+    """Bring reported names onto the frozen ids. A name may carry more directories than the id; a name reported twice does not pass."""
+    found: dict[str, VerifierStatus] = {}
+    unknown = []
+    for name, status in statuses:
+        matching = [frozen for frozen in ids if name == frozen or name.endswith(f"/{frozen}")]
+        if not matching:
+            unknown.append(name)
+        for frozen in matching:
+            found[frozen] = VerifierStatus.ERROR if frozen in found else status
+    verdicts = {frozen: found.get(frozen, VerifierStatus.MISSING) for frozen in ids}
+    return _report(verdicts, source, seconds, unknown)
+
+
+def _report(verdicts: Mapping[str, VerifierStatus], source: str, seconds: float, unknown: Iterable[str] = ()) -> VerifierReport:
+    outcomes = MappingProxyType({name: VerifierOutcome(status) for name, status in verdicts.items()})
+    return VerifierReport(outcomes=outcomes, source=source, seconds=seconds, unknown=tuple(unknown))
+
+
+def _none_passed(report: VerifierReport, source: str) -> VerifierReport:
+    outcome = VerifierOutcome(VerifierStatus.FAILED, message=f"{source} says that not everything passes")
+    return VerifierReport(outcomes=MappingProxyType(dict.fromkeys(report.outcomes, outcome)), source=source, seconds=report.seconds)
