@@ -101,6 +101,7 @@ def clone_payload(task: Task, timeout_s: float) -> dict[str, Any]:
         "workdir": task.workdir,
         "timeout_s": timeout_s,
         "env": literal_env({**environment.env, **task.config.verifier.env}),
+        "inherit_env": True,
         "memory_mb": environment.memory_limit_mb,
     }
 

@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn
 
 import pytest
 
-from t1_env.verifiers.worker import BASE_ENV
+from t1_env.verifiers.worker import test_environment
 
 LOGS_DIR: Final = "/logs/verifier"
 """Where Harbor's test scripts leave their results."""
@@ -104,7 +104,7 @@ class _Script:
             path.chmod(0o755)
 
     def _start(self, output: int) -> subprocess.Popen[bytes]:
-        env = {**BASE_ENV, **(self.payload.get("env") or {})}
+        env = test_environment(self.payload)
         env["PATH"] = f"{self.root}/bin:{env['PATH']}"
         script = os.path.join(self.payload["tests_dir"], "test.sh")  # noqa: PTH118 - a path inside the clone, joined as text
         workdir = self.payload["workdir"] if Path(self.payload["workdir"]).is_dir() else "/"

@@ -38,7 +38,7 @@ BASE_ENV: Final[Mapping[str, str]] = {
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
-"""What tests see as their environment. Nothing of the agent's environment reaches them."""
+"""What tests see where the sandbox sets no variables of its own. Nothing that the agent exports reaches them."""
 
 # What tests commonly import: paid once in the warm interpreter instead of in every run.
 _PRELOADED: Final = (
@@ -98,7 +98,7 @@ def collect(payload: Mapping[str, Any]) -> dict[str, Any]:
     """List the verifiers of a task.
 
     Args:
-        payload: ``tests_dir``, ``workdir``, ``timeout_s`` and optionally ``env`` and ``memory_mb``; see `run`.
+        payload: ``tests_dir``, ``workdir``, ``timeout_s`` and optionally ``env``, ``inherit_env`` and ``memory_mb``; see `run`.
 
     Returns:
         ``{"ids": [...], "errors": [...]}``: node ids relative to ``tests_dir`` in pytest's order, duplicates included, and what could
@@ -114,8 +114,8 @@ def run(payload: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         payload: ``tests_dir`` (absolute path of the test files), ``workdir`` (the tests' working directory), ``ids`` (node ids relative
-            to ``tests_dir``), ``timeout_s`` (for the whole run), ``test_timeout_s`` (for one test), and optionally ``env`` (variables
-            on top of `BASE_ENV`) and ``memory_mb`` (limit on each process's private memory).
+            to ``tests_dir``), ``timeout_s`` (for the whole run), ``test_timeout_s`` (for one test), and optionally ``env`` and
+            ``inherit_env`` (see `test_environment`) and ``memory_mb`` (limit on each process's private memory).
 
     Returns:
         ``{"outcomes": {id: [status, seconds, message]}, "unknown": [...], "errors": [...], "runners": n}``. Every given id is in
@@ -318,15 +318,25 @@ def _runner_main(payload: Mapping[str, Any], tests_dir: str, ids: Sequence[str] 
         os._exit(0)  # the supervisor goes by records, never by exit status
 
 
+def test_environment(payload: Mapping[str, Any]) -> dict[str, str]:
+    """The environment that tests see: the machine's as the task defines it (or `BASE_ENV`), and the task's ``[verifier] env``.
+
+    Args:
+        payload: ``inherit_env`` says that this process already carries the sandbox's environment and nothing else, as in a clone.
+    """
+    base = {**BASE_ENV, **os.environ} if payload.get("inherit_env") else dict(BASE_ENV)
+    return {name: value for name, value in {**base, **(payload.get("env") or {})}.items() if not name.startswith("PYTEST_")}
+
+
 def _discard(record: dict[str, Any]) -> None:
     """Where the warm-up's records go."""
 
 
 def _enter(payload: Mapping[str, Any], tests_dir: str, write_fd: int) -> None:
     """Give the runner its fixed surroundings: environment, working directory, descriptors, limits, import path."""
+    env = test_environment(payload)
     os.environ.clear()
-    os.environ.update(BASE_ENV)
-    os.environ.update(payload.get("env") or {})
+    os.environ.update(env)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
