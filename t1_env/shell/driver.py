@@ -1,0 +1,261 @@
+"""One running shell: start a command, wait for what comes of it, end it when it must end.
+
+Completion is told by the status channel alone. Two other signals come from the kernel: the foreground of the terminal (is somebody blocked
+reading it?) and the end of the shell's process. Nothing is ever concluded from printed text, with one harmless exception: the invisible
+mark in the default prompt, which prompts us to type the line that takes bash back into its loop.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+import time
+from typing import Final
+
+from t1_env.shell import bash, foreground
+from t1_env.shell.channel import ShellChannel
+from t1_env.shell.config import ShellConfig
+from t1_env.shell.output import HeadTail, TextFilter
+from t1_env.shell.screen import TerminalScreen
+
+_FIRST_PROBE_S: Final = 0.02
+_MAX_PROBE_S: Final = 0.25
+_DRAIN_BYTES: Final = 1 << 19
+"""More than a pty can hold: after the status record, reading this much is certain to have read all that was printed before it, and a
+background job that prints without end cannot keep the step open."""
+_MAX_RECOVERIES: Final = 3
+_KILL_ROUND_S: Final = 0.1
+_REENTER: Final = b' \\builtin eval "$__t1_loop"\n'
+
+
+class Outcome(enum.Enum):
+    """Why waiting ended."""
+
+    FINISHED = enum.auto()
+    """The status record of the command arrived."""
+    WAITING = enum.auto()
+    """The foreground is blocked reading the terminal."""
+    EXPIRED = enum.auto()
+    """The time was up."""
+    QUIET = enum.auto()
+    """Nothing was printed for too long."""
+    ENDED = enum.auto()
+    """The shell's process is gone."""
+    LOST = enum.auto()
+    """bash sits at its prompt and does not come back into the loop."""
+
+
+class _InputWatch:
+    """When to look at the foreground, and for how long it has been found blocked.
+
+    The first look comes late enough that builtins and quick programs never pay for it; after that less and less often.
+    """
+
+    def __init__(self, now: float, settle_s: float) -> None:
+        self.due = now + _FIRST_PROBE_S
+        self._step_s = _FIRST_PROBE_S
+        self._settle_s = settle_s
+        self._blocked_since: float | None = None
+
+    def settled(self, now: float, blocked: bool) -> bool:
+        """Note what was seen; whether it has been blocked long enough to call it waiting."""
+        if not blocked:
+            self._blocked_since = None
+            self._step_s = min(2 * self._step_s, _MAX_PROBE_S)
+            self.due = now + self._step_s
+            return False
+        if self._blocked_since is None:
+            self._blocked_since = now
+        settled_at = self._blocked_since + self._settle_s
+        self.due = max(settled_at, now + _FIRST_PROBE_S)
+        return now >= settled_at
+
+
+class ShellDriver:
+    """Drives one bash over its channel.
+
+    Args:
+        channel: The running bash.
+        config: The session's configuration.
+        text: Where visible output goes.
+        kept: Where the kept part of it is collected.
+        screen: The picture of the terminal.
+    """
+
+    def __init__(self, channel: ShellChannel, config: ShellConfig, text: TextFilter, kept: HeadTail, screen: TerminalScreen) -> None:
+        self.channel = channel
+        self._config = config
+        self._text = text
+        self._kept = kept
+        self._screen = screen
+        self._reader = bash.RecordReader()
+        self._sequence = 0
+        self._spare: frozenset[int] = frozenset()
+        self._last_output = 0.0
+        self._tail = b""
+        self._recoveries = 0
+        self.record: bash.StatusRecord | None = None
+        self.busy = True  # until the start-up file has run
+
+    # --------------------------------------------------------------------------------------------------------------------- commands
+    def begin(self, text: str) -> None:
+        """Start a command. What background jobs printed since the last one becomes part of its output."""
+        self.channel.restore_termios()
+        self.drain()
+        self._spare = foreground.shell_children(self.channel.process.pid)
+        self._sequence += 1
+        self._recoveries = 0
+        self.busy = True
+        self.channel.send(bash.encode_command(self._sequence, text, self.record))
+
+    def type_keys(self, data: bytes, deadline: float) -> None:
+        """Type into the terminal, reading what it prints meanwhile; what it does not take by the deadline is dropped."""
+        while data:
+            written = self.channel.write_keys(data)
+            data = data[written:]
+            if data:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                if self.channel.wait(left, writable=True).output:
+                    self._read_block()
+
+    def catch_up(self) -> bool:
+        """Take what arrived while nobody waited. Returns whether the shell is still there."""
+        self._take_records()
+        return not (self.channel.wait(0).ended or self.channel.exit_code() is not None)
+
+    # ---------------------------------------------------------------------------------------------------------------------- waiting
+    def wait(self, deadline: float, *, for_input: bool = True, quiet_s: float | None = None) -> Outcome:
+        """Wait for the command in flight.
+
+        Args:
+            deadline: ``time.monotonic()`` at which to stop.
+            for_input: Whether a foreground that is blocked on the terminal ends the wait.
+            quiet_s: Stop when nothing was printed for so long.
+
+        Returns:
+            Why it ended. Output read on the way is in the text filter.
+        """
+        now = self._last_output = time.monotonic()
+        watch = _InputWatch(now, self._config.wait_settle_s)
+        while True:
+            limit = deadline if quiet_s is None else min(deadline, self._last_output + quiet_s)
+            events = self.channel.wait(min(limit, watch.due) - now)
+            if events.status and self._take_records():
+                self.drain()
+                return Outcome.FINISHED
+            if events.output:
+                self._read_block()
+            elif events.ended or self.channel.hung_up:
+                if self._has_ended():
+                    return Outcome.ENDED
+                # a program that replaced the shell and let go of the terminal: only its end can be waited for
+                time.sleep(min(_FIRST_PROBE_S, max(0.0, limit - now)))
+            now = time.monotonic()
+            if now >= watch.due:
+                blocked = self._is_blocked()
+                if blocked is None:
+                    return Outcome.LOST
+                if watch.settled(now, blocked) and for_input:
+                    self.drain()
+                    return Outcome.WAITING
+            if now >= limit:
+                self.drain()
+                if self._take_records():  # it finished while we looked at the clock
+                    self.drain()
+                    return Outcome.FINISHED
+                return Outcome.EXPIRED if now >= deadline else Outcome.QUIET
+
+    def _has_ended(self) -> bool:
+        if self.channel.exit_code(0) is None and self.channel.exit_code(0.05) is None:
+            return False
+        self.drain()
+        return True
+
+    def _is_blocked(self) -> bool | None:
+        """Whether the foreground waits for input; None when bash is at its prompt and cannot be brought back."""
+        seen = foreground.probe(self.channel.master_fd, self.channel.process.pid)
+        if seen is None:
+            return False
+        if seen.blocked_on_read:
+            if seen.is_shell and self._tail.rstrip(b"$# ").endswith(bash.PROMPT_MARK):
+                return None if not self._reenter() else False
+            return True
+        if seen.blocked_on_wait and not seen.is_shell and not self.channel.is_canonical():
+            return time.monotonic() - self._last_output >= self._config.wait_settle_s / 2
+        return False
+
+    def _reenter(self) -> bool:
+        """Type the line that takes bash, fallen out of its loop to the prompt, back in."""
+        self._recoveries += 1
+        if self._recoveries > _MAX_RECOVERIES:
+            return False
+        self._tail = b""
+        self.channel.restore_termios()
+        self.channel.restore_termios(echo=False)
+        self.channel.write_keys(_REENTER)
+        return True
+
+    # ---------------------------------------------------------------------------------------------------------------------- reading
+    def drain(self) -> None:
+        """Read everything the terminal holds."""
+        left = _DRAIN_BYTES
+        while left > 0 and (size := self._read_block()):
+            left -= size
+
+    def _read_block(self) -> int:
+        data = self.channel.read_output()
+        if data:
+            self._last_output = time.monotonic()
+            self._tail = data[-64:] if len(data) >= 64 else (self._tail + data)[-64:]
+            self._screen.feed(data)
+            visible = self._text.feed(data)
+            if visible:
+                self._kept.append(visible)
+        return len(data)
+
+    def _take_records(self) -> bool:
+        """Read the status channel; whether the record of the current command is there."""
+        while data := self.channel.read_status():
+            for record in self._reader.feed(data):
+                if isinstance(record, bash.LoopLeft):
+                    self._reenter()
+                elif record.sequence == self._sequence:
+                    self.record = record
+                    self.busy = False
+        return not self.busy
+
+    # -------------------------------------------------------------------------------------------------------------------- recovery
+    def interrupt(self) -> Outcome:
+        r"""End the command in flight: ^C, ^\, then SIGKILL for what runs in the foreground. The shell itself is spared.
+
+        Returns:
+            ``FINISHED`` or ``ENDED``; ``EXPIRED`` or ``LOST`` if the shell did not come back and has to be replaced.
+        """
+        config = self._config
+        for number, grace_s in ((signal.SIGINT, config.interrupt_grace_s), (signal.SIGQUIT, config.quit_grace_s)):
+            if number == signal.SIGQUIT and foreground.foreground_group(self.channel.master_fd) == self.channel.process.pid:
+                continue  # an interactive bash ignores it
+            self.channel.signal_foreground(number)
+            outcome = self._wait_or_reenter(grace_s)
+            if outcome in (Outcome.FINISHED, Outcome.ENDED):
+                return outcome
+        end = time.monotonic() + config.kill_grace_s
+        while True:
+            foreground.kill_job(self.channel.master_fd, self.channel.process.pid, self._spare)
+            outcome = self._wait_or_reenter(_KILL_ROUND_S)
+            if outcome in (Outcome.FINISHED, Outcome.ENDED) or time.monotonic() >= end:
+                return outcome
+            self.channel.signal_foreground(signal.SIGINT)  # the shell may go on with the rest of its list
+
+    def _wait_or_reenter(self, grace_s: float) -> Outcome:
+        """Wait for the status; if bash itself turns out to read the terminal it is at a prompt of the agent's own making."""
+        deadline = time.monotonic() + grace_s
+        outcome = self.wait(min(deadline, time.monotonic() + _KILL_ROUND_S), for_input=False)
+        if outcome is not Outcome.EXPIRED:
+            return outcome
+        seen = foreground.probe(self.channel.master_fd, self.channel.process.pid)
+        if seen is not None and seen.is_shell and seen.blocked_on_read:
+            self._reenter()
+        return self.wait(deadline, for_input=False)
