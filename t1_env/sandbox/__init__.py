@@ -1,0 +1,1 @@
+"""Sandboxes: private machines for one episode. Imports nothing beyond the standard library."""

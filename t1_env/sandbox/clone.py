@@ -1,0 +1,174 @@
+"""The inside of a verification clone: from a fresh fork of the keeper to the trusted function's result.
+
+The clone sees exactly the frozen sandbox's filesystem through a throw-away layer, in namespaces of its own. Its interpreter keeps
+working because the standard library and site-packages are mounted, read-only and straight from the host, under ``/dev/.t1``; nothing is
+ever imported from what the agent can write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from t1_env.sandbox import limits, rootfs, syscalls
+
+LIBRARY: Final = "/dev/.t1"
+"""Where the interpreter's own directories are mounted in a clone."""
+
+_FORBIDDEN_TARGETS: Final = ("proc", "dev", "sys")
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """Host directories that a clone's interpreter needs.
+
+    Args:
+        roots: Mounted as ``LIBRARY/0``, ``LIBRARY/1``, ...; none lies inside another.
+        hidden: Directories below them that must be empty in a clone (bundled tasks with their solutions).
+        executable: Host path of the Python binary.
+    """
+
+    roots: tuple[str, ...]
+    hidden: tuple[str, ...]
+    executable: str
+
+    def relocate(self, path: str) -> str | None:
+        """Where a host path is found in the clone; None if it is not there."""
+        for index, root in enumerate(self.roots):
+            if path == root or path.startswith(f"{root}/"):
+                return f"{LIBRARY}/{index}{path[len(root) :]}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class CloneRequest:
+    """What one clone is to do.
+
+    Args:
+        entry: ``"package.module:function"``, already imported by the caller.
+        payload: The function's argument.
+        mounts: Absolute path in the clone -> host path.
+        env: Complete environment.
+        workdir: Working directory, if it exists.
+        hostname: Of the sandbox.
+        limits: Bounds.
+        memory_is_bounded: Whether a cgroup bounds memory.
+    """
+
+    entry: str
+    payload: Any
+    mounts: Mapping[str, str]
+    env: Mapping[str, str]
+    workdir: str
+    hostname: str
+    limits: limits.Limits
+    memory_is_bounded: bool
+
+
+def resolve_entry(entry: str) -> Callable[[Any], Any]:
+    """Import and return the function that ``"package.module:function"`` names.
+
+    Raises:
+        ValueError: The name has another form, or names no function.
+        ImportError: The module cannot be imported.
+    """
+    module, separator, name = entry.partition(":")
+    if not (module and separator and name):
+        raise ValueError(f'entry {entry!r} is not of the form "package.module:function"')
+    function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise ValueError(f"entry {entry!r}: module {module} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def run_clone(request: CloneRequest, template: rootfs.Template, interpreter: Interpreter, result_fd: int) -> NoReturn:
+    """Set the clone up as its pid 1, call the function, write its result as JSON to ``result_fd`` and end; never returns."""
+    result: dict[str, Any]
+    try:
+        syscalls.close_all_except([result_fd])
+        syscalls.set_process_name("t1-verifier")
+        _enter(request, template, interpreter)
+        result = {"payload": resolve_entry(request.entry)(request.payload)}
+        data = json.dumps(result).encode("ascii")
+    except BaseException as error:  # noqa: BLE001  (whatever the function raises, SystemExit included, is its caller's to hear of)
+        message = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_tb(error.__traceback__)[-8:])
+        data = json.dumps({"error": f"{request.entry} raised {message}\n{trace}".rstrip()}).encode("ascii")
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(result_fd, view) :]
+    finally:
+        os._exit(0)
+
+
+def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interpreter) -> None:
+    root = template.clone_root
+    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+    rootfs.build_clone_root(template, storage_mb=request.limits.storage_mb)
+    rootfs.mount_kernel_filesystems(root)
+    _mount_library(root, interpreter)
+    for target, source in request.mounts.items():
+        _mount_read_only(root, target, source, template)
+    rootfs.seal_dev(root)
+    syscalls.enter_root(root)
+    _relocate_interpreter(interpreter)
+    syscalls.set_hostname(request.hostname)
+    syscalls.bring_loopback_up()
+    doubled = limits.Limits(
+        memory_mb=request.limits.memory_mb,
+        storage_mb=request.limits.storage_mb,
+        max_processes=2 * request.limits.max_processes,  # an ordinary user's limit counts the frozen sandbox's processes too
+        cpus=None,
+    )
+    limits.apply_rlimits(doubled, memory_is_bounded=request.memory_is_bounded)
+    syscalls.drop_privileges()
+    os.environ.clear()
+    os.environ.update(request.env)
+    time.tzset()
+    tempfile.tempdir = None
+    with contextlib.suppress(OSError):
+        os.chdir(request.workdir)
+
+
+def _mount_library(root: str, interpreter: Interpreter) -> None:
+    os.mkdir(root + LIBRARY, 0o755)
+    for index, source in enumerate(interpreter.roots):
+        target = f"{root}{LIBRARY}/{index}"
+        os.mkdir(target, 0o755)
+        syscalls.bind(source, target, read_only=True)
+    for path in interpreter.hidden:
+        inside = interpreter.relocate(path)
+        if inside is not None:
+            flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_RDONLY
+            syscalls.mount("t1", root + inside, "tmpfs", flags, "size=4k,mode=755")
+
+
+def _mount_read_only(root: str, target: str, source: str, template: rootfs.Template) -> None:
+    first, _, rest = target.strip("/").partition("/")
+    first = template.links.get(first, first)
+    if not first or first in _FORBIDDEN_TARGETS or ".." in target.split("/"):
+        raise ValueError(f"cannot mount at {target!r} in a clone: give an absolute path outside /proc, /dev and /sys")
+    point = rootfs.make_mount_point(root, f"{first}/{rest}", directory=os.path.isdir(source))
+    syscalls.bind(source, point, read_only=True, recursive=True)
+
+
+def _relocate_interpreter(interpreter: Interpreter) -> None:
+    """Point everything that imports later at the mounted copies."""
+    sys.dont_write_bytecode = True
+    sys.path[:] = [inside for inside in map(interpreter.relocate, sys.path) if inside is not None]
+    sys.path_importer_cache.clear()
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__path__", None)
+        if isinstance(path, list):
+            path[:] = [interpreter.relocate(entry) or entry for entry in path]
+    sys.executable = interpreter.relocate(interpreter.executable) or interpreter.executable

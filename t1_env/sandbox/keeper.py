@@ -1,0 +1,287 @@
+"""The keeper: one small process per sandbox, outside it, that owns its mounts, its cgroup and its verification clones.
+
+Forked from the zygote, so it starts with a warm interpreter. It serves one request at a time over its socket to the host process and
+ends, taking the sandbox with it, when that socket closes, however the host process ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from t1_env.sandbox import clone, files, limits, namespaces, rootfs, syscalls, wire
+from t1_env.sandbox.init import InitConfig, run_init
+
+BASE_ENV: Final[Mapping[str, str]] = {
+    "DEBIAN_FRONTEND": "noninteractive",
+    "GIT_PAGER": "cat",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+    "LOGNAME": "root",
+    "PAGER": "cat",
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "SHELL": "/bin/bash",
+    "TERM": "xterm-256color",
+    "TZ": "UTC",
+    "USER": "root",
+}
+"""The environment inside; nothing of the host's is inherited."""
+
+_READ_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperConfig:
+    """What the zygote hands to a keeper.
+
+    Args:
+        name: Unique name, used for cgroup directories.
+        spec: Fields of ``SandboxSpec`` as JSON.
+        template: The zygote's mounts.
+        interpreter: Host directories that a clone's interpreter needs.
+        privileged: Whether the host process is root, so that all of its users exist inside.
+    """
+
+    name: str
+    spec: Mapping[str, Any]
+    template: rootfs.Template
+    interpreter: clone.Interpreter
+    privileged: bool
+
+    @property
+    def limits(self) -> limits.Limits:
+        """The bounds of the specification."""
+        spec = self.spec
+        return limits.Limits(
+            memory_mb=spec["memory_mb"], storage_mb=spec["storage_mb"], max_processes=spec["max_processes"], cpus=spec["cpus"]
+        )
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The complete environment of a process inside."""
+        return {**BASE_ENV, "HOSTNAME": self.spec["hostname"], **self.spec["env"]}
+
+
+class Keeper:
+    """One sandbox, seen from just outside it; the caller is in the sandbox's own user and mount namespaces."""
+
+    def __init__(self, sock: socket.socket, config: KeeperConfig) -> None:
+        self._sock = sock
+        self._config = config
+        self._cgroup = limits.Cgroup()
+        self._clone_cgroup = limits.Cgroup()
+        self._init_pid = 0
+        self._init_sock: socket.socket | None = None
+        self._root_fd = -1
+
+    def start(self) -> None:
+        """Assemble the root, start pid 1 and report to the host.
+
+        Raises:
+            OSError: A mount or a namespace was refused.
+        """
+        config, spec = self._config, self._config.spec
+        syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+        self._cgroup = limits.create_cgroup(config.name, config.limits)
+        if self._cgroup.directories:
+            self._clone_cgroup = limits.create_cgroup(f"{config.name}-clone", config.limits, freezer=False)
+        rootfs.build_root(
+            config.template, storage_mb=spec["storage_mb"], workdir=spec["workdir"], hostname=spec["hostname"], hide=spec["hide"]
+        )
+        self._root_fd = os.open(config.template.root, os.O_PATH | os.O_DIRECTORY)
+        host_end, init_host = socket.socketpair()
+        self._init_sock, init_keeper = socket.socketpair()
+        report_read, report_write = os.pipe()
+        self._init_pid = namespaces.fork_pid_1(lambda: self._become_init([init_host, init_keeper], report_write))
+        for end in (init_host, init_keeper):
+            end.close()
+        os.close(report_write)
+        with os.fdopen(report_read, "rb") as stream:
+            report = stream.read()
+        if report != b"ok":
+            raise OSError(0, report.decode("utf-8", "replace") or "pid 1 ended at once")
+        capabilities = {"clone", "freeze", "storage_limit", "network_off", *self._cgroup.capabilities}
+        if not config.privileged:
+            capabilities.add("process_limit")  # RLIMIT_NPROC holds for everybody but root
+        pidfd = os.pidfd_open(os.getpid())
+        wire.send(self._sock, {"capabilities": sorted(capabilities)}, [host_end.fileno(), pidfd])
+        host_end.close()
+        os.close(pidfd)
+
+    def serve(self) -> None:
+        """Answer requests until the host is gone."""
+        handlers: Mapping[str, Callable[[wire.Message, list[int]], tuple[wire.Message, list[int]]]] = {
+            "put": self._put,
+            "put_tree": self._put_tree,
+            "get": self._get,
+            "generation": self._generation,
+            "clone": self._clone,
+        }
+        while True:
+            request, fds = wire.receive(self._sock)
+            passed: list[int] = []
+            try:
+                reply, passed = handlers[request["op"]](request, fds)
+            except OSError as error:
+                reply = {"error": error.strerror or str(error), "errno": error.errno, "path": error.filename}
+            finally:
+                wire.close_all(fds)
+            wire.send(self._sock, reply, passed)
+            wire.close_all(passed)
+
+    def shut_down(self) -> None:
+        """Kill everything inside and remove the cgroups; the mounts go with the process."""
+        if self._init_pid:
+            namespaces.kill_and_reap(self._init_pid)
+        self._clone_cgroup.remove()
+        self._cgroup.remove()
+
+    # ------------------------------------------------------------------------------------------------------------------- pid 1
+    def _become_init(self, socks: list[socket.socket], report_fd: int) -> NoReturn:
+        spec, procs_fds = self._config.spec, self._cgroup.procs_fds
+        syscalls.close_all_except([*(sock.fileno() for sock in socks), report_fd, *procs_fds])
+        root = self._config.template.root
+        try:
+            syscalls.set_process_name("t1-init")
+            syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+            rootfs.mount_kernel_filesystems(root)
+            rootfs.seal_dev(root)
+            syscalls.enter_root(root)
+            syscalls.set_hostname(spec["hostname"])
+            syscalls.bring_loopback_up()
+            syscalls.drop_privileges()
+        except OSError as error:
+            os.write(report_fd, f"{error.strerror}: {error.filename or 'pid 1'}".encode())
+            os._exit(1)
+        os.write(report_fd, b"ok")
+        os.close(report_fd)
+        config = InitConfig(
+            env=self._config.env,
+            workdir=spec["workdir"],
+            limits=self._config.limits,
+            memory_is_bounded="memory_limit" in self._cgroup.capabilities,
+            procs_fds=procs_fds,
+        )
+        run_init(socks, config)
+
+    # ---------------------------------------------------------------------------------------------------------------- requests
+    def _put(self, request: wire.Message, fds: list[int]) -> tuple[wire.Message, list[int]]:
+        mode = request["mode"]
+        if mode is None:
+            mode = stat.S_IMODE(os.fstat(fds[0]).st_mode)
+        times = request["times_ns"]
+        files.write_file(self._root_fd, request["dest"], fds[0], mode, None if times is None else (times[0], times[1]))
+        return {}, []
+
+    def _put_tree(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
+        files.write_tree(self._root_fd, request["dest"], request["source"])
+        return {}, []
+
+    def _get(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
+        return {}, [files.open_for_reading(self._root_fd, request["path"])]
+
+    def _generation(self, _: wire.Message, __: list[int]) -> tuple[wire.Message, list[int]]:
+        store = self._config.template.store
+        return {"generation": files.fingerprint((f"{store}/root", f"{store}/up"))}, []
+
+    # ------------------------------------------------------------------------------------------------------------------- clone
+    def _clone(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
+        try:
+            clone.resolve_entry(request["entry"])
+        except Exception as error:  # noqa: BLE001  (importing may raise anything; it is reported to the caller as the clone's error)
+            return {"seconds": 0.0, "result": None, "error": f"{request['entry']}: {type(error).__name__}: {error}"}, []
+        config, spec = self._config, self._config.spec
+        order = clone.CloneRequest(
+            entry=request["entry"],
+            payload=request["payload"],
+            mounts=request["mounts"],
+            env=config.env,
+            workdir=spec["workdir"],
+            hostname=spec["hostname"],
+            limits=config.limits,
+            memory_is_bounded="memory_limit" in self._clone_cgroup.capabilities,
+        )
+        started = time.monotonic()
+        deadline = started + request["timeout_s"]
+        try:
+            with self._frozen():
+                result, reason = self._run_clone(order, deadline, request["timeout_s"])
+        except OSError as failure:
+            result, reason = None, f"the clone could not be made: {failure}"
+        return {"seconds": time.monotonic() - started, "result": result, "error": reason}, []
+
+    def _run_clone(self, order: clone.CloneRequest, deadline: float, timeout_s: float) -> tuple[str | None, str | None]:
+        read_fd, write_fd = os.pipe()
+        config = self._config
+        try:
+            pid = namespaces.fork_pid_1(
+                lambda: clone.run_clone(order, config.template, config.interpreter, write_fd), procs_fds=self._clone_cgroup.procs_fds
+            )
+            os.close(write_fd)
+            write_fd = -1
+            try:
+                data = self._collect(read_fd, deadline)
+            finally:
+                status = namespaces.kill_and_reap(pid)
+        finally:
+            os.close(read_fd)
+            if write_fd >= 0:
+                os.close(write_fd)
+        if data is None:
+            return None, f"{order.entry} ran out of time ({timeout_s:g} s) and was killed"
+        if not data:
+            return None, f"{order.entry} ended without a result ({_describe(status)})"
+        return data.decode("ascii"), None
+
+    def _collect(self, fd: int, deadline: float) -> bytes | None:
+        """Read to the end of the pipe; None when the deadline passes first. Raises ``Disconnected`` if the host goes away."""
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        poller.register(self._sock, select.POLLRDHUP)
+        chunks: list[bytes] = []
+        while True:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return None
+            for ready, _ in poller.poll(remaining_s * 1000):
+                if ready != fd:
+                    raise wire.Disconnected
+                chunk = os.read(fd, _READ_BYTES)
+                if not chunk:
+                    return b"".join(chunks)
+                chunks.append(chunk)
+
+    @contextlib.contextmanager
+    def _frozen(self) -> Iterator[None]:
+        """The agent's processes stand still inside the block."""
+        if self._cgroup.freezer is not None:
+            self._cgroup.freeze()
+            try:
+                yield
+            finally:
+                self._cgroup.thaw()
+        else:
+            self._ask_init("stop")
+            try:
+                yield
+            finally:
+                self._ask_init("continue")
+
+    def _ask_init(self, operation: str) -> None:
+        assert self._init_sock is not None
+        wire.send(self._init_sock, {"op": operation})
+        reply, _ = wire.receive(self._init_sock)
+        if "error" in reply:
+            raise OSError(reply.get("errno") or 0, f"pid 1: {reply['error']}")
+
+
+def _describe(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"killed by signal {-code}" if code < 0 else f"exit status {code}"

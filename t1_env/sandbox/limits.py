@@ -1,0 +1,310 @@
+"""What one sandbox may use: resource limits on every process and, where this user may make them, cgroups around all of them.
+
+Cgroups (version 1, version 2 or the two side by side) bound memory, processes and CPU time of the sandbox as a whole and freeze it in
+one write. Without them, ``RLIMIT_NPROC`` still bounds the processes of an ordinary user's sandbox and ``RLIMIT_DATA`` the memory of each
+process. ``Cgroup.capabilities`` says which bounds are real.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+PREFIX: Final = "t1-"
+_FREEZE_TIMEOUT_S: Final = 5.0
+_REMOVE_TIMEOUT_S: Final = 2.0
+_V1_CONTROLLERS: Final = ("memory", "pids", "cpu", "freezer")
+_CPU_PERIOD_US: Final = 100_000
+_MAX_OPEN_FILES: Final = 4096
+_EXTRA_PROCESSES: Final = 4  # the keeper, pid 1 and a clone's first processes count against the same user
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one sandbox; the fields are those of ``SandboxSpec``."""
+
+    memory_mb: int | None
+    storage_mb: int
+    max_processes: int
+    cpus: float | None
+
+
+@dataclass(slots=True)
+class Cgroup:
+    """The cgroup directories of one sandbox (none, if this user may not make any).
+
+    Args:
+        directories: One directory per hierarchy.
+        capabilities: Which of "memory_limit", "process_limit" and "cpu_limit" hold.
+        freezer: Path of the file that freezes, or None.
+        procs_fds: Open descriptors of the ``cgroup.procs`` files: a process joins by writing "0".
+    """
+
+    directories: list[str] = field(default_factory=list)
+    capabilities: set[str] = field(default_factory=set)
+    freezer: str | None = None
+    procs_fds: list[int] = field(default_factory=list)
+
+    def freeze(self) -> None:
+        """Stop every process; returns once none of them can run.
+
+        Raises:
+            TimeoutError: Some process could not be stopped in time; everything has been thawed again.
+        """
+        if self.freezer is None:
+            return
+        version_2 = self.freezer.endswith("cgroup.freeze")
+        _write(self.freezer, "1" if version_2 else "FROZEN")
+        probe = os.path.join(os.path.dirname(self.freezer), "cgroup.events") if version_2 else self.freezer
+        wanted = "frozen 1" if version_2 else "FROZEN"
+        deadline = time.monotonic() + _FREEZE_TIMEOUT_S
+        pause_s = 0.0
+        while wanted not in _read(probe):
+            if time.monotonic() > deadline:
+                self.thaw()
+                raise TimeoutError(f"the sandbox's processes did not freeze within {_FREEZE_TIMEOUT_S:g} s")
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 0.0001, 0.005)
+
+    def thaw(self) -> None:
+        """Let the processes run again."""
+        if self.freezer is not None:
+            _write(self.freezer, "0" if self.freezer.endswith("cgroup.freeze") else "THAWED")
+
+    def remove(self) -> None:
+        """Remove the directories; every process in them has been killed."""
+        for fd in self.procs_fds:
+            os.close(fd)
+        self.procs_fds.clear()
+        deadline = time.monotonic() + _REMOVE_TIMEOUT_S
+        for directory in self.directories:
+            while not _rmdir(directory) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        self.directories.clear()
+
+
+def create_cgroup(name: str, limits: Limits, *, freezer: bool = True) -> Cgroup:
+    """Make the cgroup directories that this user may make.
+
+    Args:
+        name: Directory name; made unique by the caller.
+        limits: Bounds to set.
+        freezer: Whether it will be frozen.
+
+    Returns:
+        A cgroup; with no directories and no capabilities where cgroups are closed to this user.
+    """
+    cgroup = Cgroup()
+    parents_v1, parents_v2 = _parents()
+    for controller in _V1_CONTROLLERS:
+        if controller in parents_v1 and (freezer or controller != "freezer") and not (controller == "cpu" and limits.cpus is None):
+            _create_v1(cgroup, controller, os.path.join(parents_v1[controller], name), limits)
+    needs_freezer = freezer and cgroup.freezer is None
+    if parents_v2 and (needs_freezer or not cgroup.directories):
+        _create_v2(cgroup, parents_v2, name, limits, freezer=needs_freezer)
+    return cgroup
+
+
+def join(procs_fds: list[int]) -> None:
+    """Move the calling process into the cgroups whose ``cgroup.procs`` files are open as ``procs_fds``."""
+    for fd in procs_fds:
+        os.write(fd, b"0")
+
+
+def apply_rlimits(limits: Limits, *, memory_is_bounded: bool) -> None:
+    """Set the resource limits of the calling process, just before it executes a program.
+
+    Args:
+        limits: Bounds to set.
+        memory_is_bounded: Whether a cgroup bounds memory, so that no per-process limit is needed.
+    """
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
+    _lower(resource.RLIMIT_NPROC, limits.max_processes + _EXTRA_PROCESSES)
+    _lower(resource.RLIMIT_FSIZE, limits.storage_mb << 20)
+    if limits.memory_mb is not None and not memory_is_bounded:
+        _lower(resource.RLIMIT_DATA, limits.memory_mb << 20)
+
+
+def process_stamp(pid: int) -> str | None:
+    """``pid-starttime``: names one process for as long as the machine is up; None if there is no such process."""
+    try:
+        fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return f"{pid}-{fields[19]}"
+
+
+def remove_stale_cgroups() -> None:
+    """Remove directories that a host process left behind when it and its keepers were killed at once."""
+    parents_v1, parents_v2 = _parents()
+    for parent in {*parents_v1.values(), *parents_v2}:
+        try:
+            names = [name for name in os.listdir(parent) if name.startswith(PREFIX)]
+        except OSError:
+            continue
+        for name in names:
+            pid = name.removeprefix(PREFIX).split("-")[0]
+            if pid.isdigit() and not name.startswith(f"{PREFIX}{process_stamp(int(pid))}-"):
+                directory = os.path.join(parent, name)
+                for line in _read_or_empty(os.path.join(directory, "cgroup.procs")).split():
+                    os.kill(int(line), signal.SIGKILL)
+                _rmdir(directory)
+
+
+def _create_v1(cgroup: Cgroup, controller: str, directory: str, limits: Limits) -> None:
+    if not _mkdir(directory):
+        return
+    cgroup.directories.append(directory)
+    if controller == "memory" and limits.memory_mb is not None:
+        size = str(limits.memory_mb << 20)
+        if _try_write(f"{directory}/memory.limit_in_bytes", size):
+            _try_write(f"{directory}/memory.memsw.limit_in_bytes", size)
+            cgroup.capabilities.add("memory_limit")
+    elif controller == "pids" and _try_write(f"{directory}/pids.max", str(limits.max_processes)):
+        cgroup.capabilities.add("process_limit")
+    elif controller == "cpu" and limits.cpus is not None:
+        _try_write(f"{directory}/cpu.cfs_period_us", str(_CPU_PERIOD_US))
+        if _try_write(f"{directory}/cpu.cfs_quota_us", str(int(limits.cpus * _CPU_PERIOD_US))):
+            cgroup.capabilities.add("cpu_limit")
+    elif controller == "freezer":
+        cgroup.freezer = f"{directory}/freezer.state"
+    cgroup.procs_fds.append(os.open(f"{directory}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+
+
+def _create_v2(cgroup: Cgroup, parents: list[str], name: str, limits: Limits, *, freezer: bool) -> None:
+    for parent in parents:
+        directory = os.path.join(parent, name)
+        if not _mkdir(directory):
+            continue
+        try:
+            procs_fd = os.open(f"{directory}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            if not _can_join(procs_fd):
+                os.close(procs_fd)
+                _rmdir(directory)
+                continue
+        except OSError:
+            _rmdir(directory)
+            continue
+        cgroup.directories.append(directory)
+        cgroup.procs_fds.append(procs_fd)
+        if limits.memory_mb is not None and _try_write(f"{directory}/memory.max", str(limits.memory_mb << 20)):
+            _try_write(f"{directory}/memory.swap.max", "0")
+            cgroup.capabilities.add("memory_limit")
+        if _try_write(f"{directory}/pids.max", str(limits.max_processes)):
+            cgroup.capabilities.add("process_limit")
+        if limits.cpus is not None and _try_write(f"{directory}/cpu.max", f"{int(limits.cpus * _CPU_PERIOD_US)} {_CPU_PERIOD_US}"):
+            cgroup.capabilities.add("cpu_limit")
+        if freezer and os.path.exists(f"{directory}/cgroup.freeze"):
+            cgroup.freezer = f"{directory}/cgroup.freeze"
+        return
+
+
+def _can_join(procs_fd: int) -> bool:
+    """Whether a process of ours may move in: checked with a child, since moving back may be refused."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(procs_fd, b"0")
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _parents() -> tuple[dict[str, str], list[str]]:
+    """Where directories may be made.
+
+    Returns:
+        Version 1: controller -> this process's own directory. Version 2: candidate directories, best first: the nearest ancestor that
+        passes the memory and pids controllers on, then this process's own (which can at least freeze).
+    """
+    own = {}
+    for line in _read_or_empty("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        own.update(dict.fromkeys(controllers.split(","), path))
+    v1: dict[str, str] = {}
+    v2: list[str] = []
+    for line in _read_or_empty("/proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        root, mount_point = left.split()[3:5]
+        fstype, _, options = right.split()[:3]
+        if fstype == "cgroup":
+            for controller in set(_V1_CONTROLLERS) & set(options.split(",")):
+                v1[controller] = _beneath(mount_point, root, own.get(controller, "/"))
+        elif fstype == "cgroup2" and not v2:
+            v2 = _v2_candidates(mount_point, _beneath(mount_point, root, own.get("", "/")))
+    return v1, v2
+
+
+def _v2_candidates(mount_point: str, own: str) -> list[str]:
+    candidates = []
+    current = own
+    while True:
+        passed_on = _read_or_empty(os.path.join(current, "cgroup.subtree_control")).split()
+        if "pids" in passed_on and "memory" in passed_on:
+            candidates.append(current)
+        if current == mount_point or len(current) <= 1:
+            break
+        current = os.path.dirname(current)
+    return [*candidates, own]
+
+
+def _beneath(mount_point: str, root: str, path: str) -> str:
+    relative = path if root == "/" else path.removeprefix(root)
+    return os.path.normpath(f"{mount_point}/{relative}")
+
+
+def _lower(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (bound, bound))
+
+
+def _mkdir(directory: str) -> bool:
+    try:
+        os.mkdir(directory, 0o755)
+    except OSError:
+        return False  # closed to this user or not writable here: the capabilities say what is missing
+    return True
+
+
+def _rmdir(directory: str) -> bool:
+    try:
+        os.rmdir(directory)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    return True
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        return stream.read()
+
+
+def _read_or_empty(path: str) -> str:
+    try:
+        return _read(path)
+    except OSError:
+        return ""
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode("ascii"))
+    finally:
+        os.close(fd)
+
+
+def _try_write(path: str, text: str) -> bool:
+    try:
+        _write(path, text)
+    except OSError:
+        return False
+    return True

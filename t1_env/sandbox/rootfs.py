@@ -1,0 +1,300 @@
+"""How a sandbox's root is put together, from the zygote's template to the mount points of one sandbox or clone.
+
+The zygote makes one read-only template in a mount namespace of its own (``prepare_template``). A keeper stacks one sandbox's writable
+layers on it (``build_root``); a verification clone stacks once more on those (``build_clone_root``). See docs/design/sandbox.md.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from t1_env.sandbox import files, syscalls
+from t1_env.sandbox.etc import build_etc
+
+SYSTEM_DIRS: Final = ("usr", "opt")
+"""Host directories that a sandbox sees, besides the top-level ones that a merged /usr replaces by links."""
+
+_USR_MERGED: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+# The mount point of everything below is a directory that exists everywhere and that no caller ever needs: in these private mount
+# namespaces it is hidden by the mount.
+_MOUNT_POINTS: Final = ("/sys/kernel", "/boot", "/media", "/srv", "/mnt")
+_DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
+_DEV_LINKS: Final = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "ptmx": "pts/ptmx",
+}
+# Path -> permission bits of the directories every sandbox starts with.
+_SKELETON: Final = {
+    "boot": 0o755,
+    "dev": 0o755,
+    "dev/shm": 0o1777,
+    "etc": 0o755,
+    "home": 0o755,
+    "media": 0o755,
+    "mnt": 0o755,
+    "opt": 0o755,
+    "proc": 0o555,
+    "root": 0o700,
+    "run": 0o755,
+    "run/lock": 0o1777,
+    "srv": 0o755,
+    "sys": 0o555,
+    "tmp": 0o1777,
+    "usr": 0o755,
+    "var": 0o755,
+    "var/cache": 0o755,
+    "var/lib": 0o755,
+    "var/log": 0o755,
+    "var/mail": 0o755,
+    "var/spool": 0o755,
+    "var/tmp": 0o1777,
+}
+_SKELETON_LINKS: Final = {"var/run": "/run", "var/lock": "/run/lock"}
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What the zygote prepared and every keeper inherits.
+
+    Args:
+        base: Mount point of the template.
+        layers: Names of the top-level directories that are overlays in the sandbox, ``etc`` included.
+        links: Top-level symlink -> its target.
+    """
+
+    base: str
+    layers: tuple[str, ...]
+    links: Mapping[str, str]
+
+    def lower(self, layer: str) -> str:
+        """The read-only directory at the bottom of ``layer``."""
+        return f"{self.base}/lower/{layer}"
+
+    @property
+    def store(self) -> str:
+        """Where a keeper mounts the sandbox's private tmpfs."""
+        return f"{self.base}/store"
+
+    @property
+    def root(self) -> str:
+        """Where a keeper assembles the sandbox's root."""
+        return f"{self.base}/root"
+
+    @property
+    def clone_store(self) -> str:
+        """Where a clone mounts its own tmpfs."""
+        return f"{self.base}/clone-store"
+
+    @property
+    def clone_root(self) -> str:
+        """Where a clone assembles its root."""
+        return f"{self.base}/clone-root"
+
+
+def prepare_template() -> Template:
+    """Build the template; the caller is alone in a fresh mount namespace that it may change.
+
+    Raises:
+        OSError: A mount was refused.
+    """
+    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
+    base = next(path for path in _MOUNT_POINTS if os.path.isdir(path))
+    syscalls.mount("t1", base, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=64m,mode=755")
+    for name in ("lower", "store", "root", "clone-store", "clone-root"):
+        os.mkdir(f"{base}/{name}", 0o755)
+    layers: list[str] = []
+    links: dict[str, str] = {}
+    for name in (*SYSTEM_DIRS, *_USR_MERGED):
+        path = f"/{name}"
+        if os.path.islink(path):
+            links[name] = os.readlink(path).lstrip("/")
+        elif os.path.isdir(path):
+            os.mkdir(f"{base}/lower/{name}", 0o755)
+            syscalls.bind(path, f"{base}/lower/{name}", read_only=True)
+            layers.append(name)
+    os.mkdir(f"{base}/lower/etc", 0o755)
+    build_etc(f"{base}/lower/etc")
+    return Template(base=base, layers=(*layers, "etc"), links=links)
+
+
+def build_root(template: Template, *, storage_mb: int, workdir: str, hostname: str, hide: Iterable[str]) -> None:
+    """Assemble the sandbox's root at ``template.root``; the caller is in the sandbox's own user and mount namespaces.
+
+    Args:
+        template: The zygote's template.
+        storage_mb: Size in MiB of everything that the sandbox can write.
+        workdir: Absolute path created inside.
+        hostname: Written to /etc/hostname and /etc/hosts.
+        hide: Host paths that must not exist inside.
+    """
+    store = template.store
+    inodes = max(storage_mb * 1024, 65536)
+    syscalls.mount("t1", store, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, f"size={storage_mb}m,nr_inodes={inodes},mode=755")
+    for name in ("root", "up", "work", "mask"):
+        os.mkdir(f"{store}/{name}", 0o755)
+    for layer in template.layers:
+        for kind in ("up", "work"):
+            os.mkdir(f"{store}/{kind}/{layer}", 0o755)
+    _make_skeleton(f"{store}/root", template)
+    _make_masks(template, hide)
+    for name, text in (
+        ("hostname", f"{hostname}\n"),
+        ("hosts", f"127.0.0.1\tlocalhost {hostname}\n::1\tlocalhost ip6-localhost\n"),
+    ):
+        with open(f"{store}/up/etc/{name}", "w", encoding="utf-8") as stream:
+            stream.write(text)
+    syscalls.mount(f"{store}/root", template.root, None, syscalls.MS_BIND)
+    for layer in template.layers:
+        _overlay(f"{template.root}/{layer}", lowers_of(template, layer), f"{store}/up/{layer}", f"{store}/work/{layer}")
+    root_fd = os.open(template.root, os.O_PATH | os.O_DIRECTORY)
+    try:
+        files.make_directories(root_fd, workdir)
+    finally:
+        os.close(root_fd)
+
+
+def lowers_of(template: Template, layer: str) -> tuple[str, ...]:
+    """The read-only directories under a sandbox's own writes to ``layer``, topmost first."""
+    mask = f"{template.store}/mask/{layer}"
+    return (mask, template.lower(layer)) if os.path.isdir(mask) else (template.lower(layer),)
+
+
+def build_clone_root(template: Template, *, storage_mb: int) -> None:
+    """Stack a throw-away writable layer on everything the (frozen) sandbox wrote, at ``template.clone_root``.
+
+    The cost does not depend on how much that is: only directories are stacked, nothing is copied.
+    """
+    store, upper = template.store, template.clone_store
+    syscalls.mount("t1", upper, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, f"size={storage_mb}m,mode=755")
+    for layer in ("root", *template.layers):
+        os.makedirs(f"{upper}/up/{layer}", 0o755)
+        os.makedirs(f"{upper}/work/{layer}", 0o755)
+    for layer, seen in (("root", f"{store}/root"), *((layer, f"{store}/up/{layer}") for layer in template.layers)):
+        _copy_attributes(seen, f"{upper}/up/{layer}")
+    _overlay(template.clone_root, (f"{store}/root",), f"{upper}/up/root", f"{upper}/work/root")
+    for layer in template.layers:
+        lowers = (f"{store}/up/{layer}", *lowers_of(template, layer))
+        _overlay(f"{template.clone_root}/{layer}", lowers, f"{upper}/up/{layer}", f"{upper}/work/{layer}")
+
+
+def mount_kernel_filesystems(root: str) -> None:
+    """Mount /proc and /dev under ``root``; the caller is in the new pid and mount namespaces.
+
+    Both are read-only: the user that is root inside owns the host's device nodes and kernel settings, and only the mount keeps it
+    from changing them (writing *to* a device is not a change).
+    """
+    flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC | syscalls.MS_RDONLY
+    syscalls.mount("proc", f"{root}/proc", "proc", flags)
+    shm = os.open(f"{root}/dev/shm", os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        syscalls.mount("t1", f"{root}/dev", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "size=256k,mode=755")
+        for name in _DEVICES:
+            os.close(os.open(f"{root}/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
+            syscalls.bind(f"/dev/{name}", f"{root}/dev/{name}", read_only=True)
+        for name, target in _DEV_LINKS.items():
+            os.symlink(target, f"{root}/dev/{name}")
+        for name in ("shm", "pts"):
+            os.mkdir(f"{root}/dev/{name}", 0o755)
+        syscalls.bind(f"/proc/self/fd/{shm}", f"{root}/dev/shm")
+    finally:
+        os.close(shm)
+    syscalls.mount("devpts", f"{root}/dev/pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+
+
+def seal_dev(root: str) -> None:
+    """Make the /dev directory itself read-only, once every mount point in it exists."""
+    # MS_REMOUNT | MS_BIND on this one mount: its submounts (pts, shm) stay writable.
+    flags = 32 | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NOEXEC
+    syscalls.mount(None, f"{root}/dev", None, flags)
+
+
+def make_mount_point(root: str, path: str, *, directory: bool = True) -> str:
+    """Make ``path`` a mount point in a clone: whatever stands in its way (a symlink, a file) is removed from the clone.
+
+    Args:
+        root: The clone's root.
+        path: Absolute path inside.
+        directory: Whether the last component is to be a directory rather than a file.
+
+    Returns:
+        The mount point as the caller sees it; no component of it is a symlink.
+    """
+    current = root
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    for index, name in enumerate(parts):
+        current = f"{current}/{name}"
+        wants_directory = directory or index < len(parts) - 1
+        try:
+            mode = os.lstat(current).st_mode
+            if stat.S_ISDIR(mode) if wants_directory else stat.S_ISREG(mode):
+                continue
+            os.unlink(current)
+        except FileNotFoundError:
+            pass
+        if wants_directory:
+            os.mkdir(current, 0o755)
+        else:
+            os.close(os.open(current, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    return current
+
+
+def _overlay(target: str, lowers: tuple[str, ...], upper: str, work: str) -> None:
+    data = f"lowerdir={':'.join(lowers)},upperdir={upper},workdir={work},userxattr"
+    syscalls.mount("t1", target, "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, data)
+
+
+def _copy_attributes(source: str, target: str) -> None:
+    """The attributes of a merged directory are those of its topmost layer."""
+    status = os.stat(source)
+    os.chown(target, status.st_uid, status.st_gid)
+    os.chmod(target, stat.S_IMODE(status.st_mode))
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _make_skeleton(root: str, template: Template) -> None:
+    for name, mode in _SKELETON.items():
+        os.mkdir(f"{root}/{name}", mode)
+        os.chmod(f"{root}/{name}", mode)  # mkdir ignores the sticky bit
+    for layer in template.layers:
+        os.makedirs(f"{root}/{layer}", 0o755, exist_ok=True)
+    for name, target in {**_SKELETON_LINKS, **template.links}.items():
+        os.symlink(target, f"{root}/{name}")
+
+
+def _make_masks(template: Template, hide: Iterable[str]) -> None:
+    """Put a whiteout over every hidden path, in a layer of its own between the host's directory and the sandbox's writes.
+
+    No process in the sandbox can take a whiteout away from a lower layer, so a hidden path does not exist there, nor in a clone.
+    """
+    for path in sorted(hide):
+        layer, _, rest = os.path.normpath(path).lstrip("/").partition("/")
+        if layer not in template.layers or not rest:
+            continue
+        lower, mask = template.lower(layer), f"{template.store}/mask/{layer}"
+        if not os.path.lexists(f"{lower}/{rest}"):
+            continue
+        os.makedirs(mask, 0o755, exist_ok=True)
+        if _mask_parents(lower, mask, rest.split("/")[:-1]) and not os.path.lexists(f"{mask}/{rest}"):
+            os.mknod(f"{mask}/{rest}", stat.S_IFCHR | 0o600, os.makedev(0, 0))
+
+
+def _mask_parents(lower: str, mask: str, names: Iterable[str]) -> bool:
+    """Make the directories above a whiteout, looking like the host's; False if one of them is hidden itself."""
+    done = ""
+    for name in names:
+        done = f"{done}/{name}"
+        if not os.path.lexists(mask + done):
+            os.mkdir(mask + done)
+            status = os.stat(lower + done)
+            os.chmod(mask + done, stat.S_IMODE(status.st_mode))
+            os.utime(mask + done, ns=(status.st_atime_ns, status.st_mtime_ns))
+        elif not os.path.isdir(mask + done):
+            return False
+    return True
