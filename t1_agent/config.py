@@ -233,6 +233,8 @@ class EvalConfig(_Component):
     """Sampling temperature; 0 is greedy."""
     every: Annotated[int, Field(ge=0)] = 0
     """Evaluate every so many PPO iterations beside the start and the end; 0 does not."""
+    untrained: bool = True
+    """Evaluate before the warm start too."""
     seed: int = 20_000
     """Names the sampling streams, the same for every evaluation so that they pair."""
 
@@ -250,6 +252,8 @@ class RunConfig(_Component):
     """Torch threads; on cores shared with terminals one is faster than two."""
     keep_checkpoints: Count = 2
     """Iteration checkpoints kept; those at the end of a phase always stay."""
+    tensorboard: bool = True
+    """Write ``tb/`` beside ``metrics.jsonl``, where TensorBoard is installed."""
     tasks: TaskConfig = TaskConfig()
     model: ModelConfig = ModelConfig()
     demos: DemoConfig = DemoConfig()

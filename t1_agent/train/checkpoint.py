@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from t1_agent.models.actor_critic import ActorCritic
 from t1_agent.train.rundir import sync_directory
+from t1_agent.train.seeds import random_states
 from t1_env.errors import ConfigError
 
 _FORMAT = 1
@@ -44,33 +43,6 @@ class Progress:
     weight_version: int
     metrics_bytes: int
     config_digest: str
-
-
-def seed_everything(seed: int) -> None:
-    """Seed random, numpy and torch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - third-party code draws from the legacy global generator
-    torch.manual_seed(seed)
-
-
-def random_states() -> dict[str, Any]:
-    """States of the global generators, as values that ``torch.load(weights_only=True)`` accepts."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - see seed_everything
-    version, internal, gauss_next = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss)),
-        "random": (version, torch.tensor(internal, dtype=torch.int64), gauss_next),
-    }
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Undo ``random_states``."""
-    torch.set_rng_state(states["torch"])
-    name, keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002 - see seed_everything
-    version, internal, gauss_next = states["random"]
-    random.setstate((version, tuple(internal.tolist()), gauss_next))
 
 
 def save_checkpoint(directory: Path, model: ActorCritic, state: dict[str, Any], progress: Progress) -> Path:
