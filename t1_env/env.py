@@ -16,7 +16,7 @@ from t1_env.machine import Machine, sandbox_factory
 from t1_env.protocol import SCHEMA_VERSION, SHELL_STATES, Action, Command, EndReason, Keys, ShellState, Submit, VerifierReport
 from t1_env.reward import RewardInput, make_reward, total
 from t1_env.shell import ShellConfig, ShellResult
-from t1_env.spaces import MAX_CWD_CHARS, NO_EXIT_CODE, TerminalAction, clip_text, observation_space, to_unicode
+from t1_env.spaces import MAX_ACTION_CHARS, MAX_CWD_CHARS, NO_EXIT_CODE, TerminalAction, clip_text, observation_space, to_unicode
 from t1_env.tasks import Task, TaskSpec, resolve_tasks
 from t1_env.timing import Stopwatch
 from t1_env.wrappers.record import screen_lines
@@ -281,7 +281,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
             gymnasium.error.InvalidAction: The action is not a member of the action space.
         """
         episode, machine = self._require_episode()
-        chosen = _checked_action(action, self.action_space)
+        chosen = _checked_action(action)
         previous = self._report
         error: str | None = None
         result: ShellResult | None = None
@@ -319,7 +319,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         return self._episode, self._machine
 
     def _act(self, machine: Machine, action: Command | Keys | Submit, episode: Episode) -> ShellResult | None:
-        """Carry out the action in the shell; None for ``Submit``. Raises ``SandboxDied`` if the sandbox did not survive."""
+        """Carry out the action in the shell; None for ``Submit``."""
         if isinstance(action, Submit):
             return None
         with self._watch.phase("command"):
@@ -330,14 +330,14 @@ class TerminalEnv(gym.Env[Observation, Action]):
                 remaining_s = episode.remaining_s
                 result = machine.session.run(action.text, timeout_s if remaining_s is None else max(0.1, min(timeout_s, remaining_s)))
         self._shell = (result.state, to_unicode(result.cwd))
-        if result.state is ShellState.SANDBOX_DEAD:
-            raise SandboxDied("the sandbox ended during this step")
         with self._watch.phase("screen"):
             self._screen = machine.session.screen()
         return result
 
     def _verify(self, machine: Machine, *, last: bool) -> VerifierReport:
-        """Run the verifiers if the configuration asks for it now, else return the last report."""
+        """Run the verifiers if the configuration asks for it now, else return the last report; ``SandboxDied`` if there is no sandbox."""
+        if self._shell[0] is ShellState.SANDBOX_DEAD or not machine.sandbox.alive:
+            raise SandboxDied("the sandbox ended during this step")
         if self.config.verify == "end" and not last:
             return self._report
         if self.config.verify == "step" or machine.changed(self._watch):
@@ -377,7 +377,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         }
 
     # ------------------------------------------------------------------------------------------------------ render and close
-    def render(self) -> str | None:  # type: ignore[override]
+    def render(self) -> str | None:
         """Return the screen as text (``"ansi"``); ``"human"`` prints every step by itself and returns None."""
         if self.render_mode is None:
             gym.logger.warn("render() was called without a render_mode; pass render_mode='ansi' or 'human' when making the environment")
@@ -408,15 +408,15 @@ class TerminalEnv(gym.Env[Observation, Action]):
                 machine.close()
 
 
-def _checked_action(action: Any, space: TerminalAction) -> Command | Keys | Submit:
+def _checked_action(action: Any) -> Command | Keys | Submit:
     """Return the full form of an action, lone surrogates replaced, or raise ``InvalidAction``."""
     if isinstance(action, Submit):
         return action
     text = action.text if isinstance(action, Command | Keys) else action
     if not isinstance(text, str):
         raise gym.error.InvalidAction(f"action {action!r} is a {type(action).__name__}; expected a str, Command, Keys or Submit")
-    if len(text) > space.max_length:
-        raise gym.error.InvalidAction(f"the action has {len(text)} characters; expected at most {space.max_length}")
+    if len(text) > MAX_ACTION_CHARS:
+        raise gym.error.InvalidAction(f"the action has {len(text)} characters; expected at most {MAX_ACTION_CHARS}")
     text = to_unicode(text)
     if isinstance(action, Keys):
         return Keys(text, action.wait_s)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from t1_env.errors import ConfigError, SandboxUnavailable, VerifierError
+from t1_env.errors import ShellError, VerifierError
 from t1_env.protocol import VerifierReport
 from t1_env.sandbox.base import Sandbox, SandboxSpec
 from t1_env.sandbox.images import build_environment
+from t1_env.sandbox.registry import make_sandbox, sandbox_names
 from t1_env.shell import Session, ShellConfig
 from t1_env.tasks import Task
 from t1_env.tasks.corpus import corpus_root
@@ -31,15 +32,6 @@ class SandboxFactory(Protocol):
         """Return a sandbox for this specification."""
 
 
-def _local(spec: SandboxSpec) -> Sandbox:
-    from t1_env.sandbox.local import LocalSandbox
-
-    return LocalSandbox(spec)
-
-
-_BACKENDS: Final[Mapping[str, Callable[[SandboxSpec], Sandbox]]] = {"local": _local}
-
-
 def sandbox_factory(sandbox: str | SandboxFactory) -> SandboxFactory:
     """Return the factory of a backend.
 
@@ -51,14 +43,13 @@ def sandbox_factory(sandbox: str | SandboxFactory) -> SandboxFactory:
 
     Raises:
         ConfigError: If there is no backend of this name.
+        SandboxUnavailable: If this version cannot run it.
     """
     if not isinstance(sandbox, str):
         return sandbox
-    if sandbox not in _BACKENDS:
-        near = difflib.get_close_matches(sandbox, _BACKENDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(_BACKENDS)}, or a callable"
-        raise ConfigError(f"unknown sandbox {sandbox!r}: {hint} (`t1-env doctor` says what this machine can run)")
-    return _BACKENDS[sandbox]
+    if sandbox != "local" and sandbox not in sandbox_names():
+        make_sandbox(sandbox)  # raises and says why
+    return partial(make_sandbox, sandbox)
 
 
 def sandbox_spec(task: Task) -> SandboxSpec:
@@ -101,7 +92,7 @@ class Machine:
     def session(self) -> Session:
         """The shell."""
         if self._session is None:
-            raise SandboxUnavailable("the shell was not started: call start() first")
+            raise ShellError("the shell was not started: call start() first")
         return self._session
 
     def start(self, watch: Stopwatch) -> VerifierReport:
@@ -122,14 +113,14 @@ class Machine:
         with watch.phase("sandbox"):
             self.sandbox.start()
         with watch.phase("build"):
-            build_environment(self.sandbox, self.task.environment_dir, self.task.config.environment.build_timeout_sec)
+            built = build_environment(self.sandbox, self.task.environment_dir, self.task.config.environment.build_timeout_sec)
         with watch.phase("collect"):
             self.verifier_ids = collect(self.sandbox, self.task)
         baseline = self.verify(watch)
         if baseline.infra_error is not None:
             raise VerifierError(f"the verifiers of {self.task.id} could not be run on its untouched environment: {baseline.infra_error}")
         with watch.phase("shell"):
-            self._session = Session(self.sandbox, self._shell_config)
+            self._session = Session(self.sandbox, replace(self._shell_config, env={**self._shell_config.env, **built.env}))
             self._session.start()
         return baseline
 

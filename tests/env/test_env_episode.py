@@ -54,7 +54,7 @@ class ScriptedMachine:
 
     def __init__(self, task: Any, factory: Any, shell: Any, *, verify_retries: int) -> None:
         self.task, self.closed = task, False
-        self.sandbox = SimpleNamespace(isolation="namespaces")
+        self.sandbox = SimpleNamespace(isolation="namespaces", alive=True)
         self.session = self
         self.script.machines.append(self)
 
