@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final, NoReturn
 
 from t1_env.sandbox import limits, rootfs, syscalls
@@ -74,6 +75,15 @@ class CloneRequest:
     memory_is_bounded: bool
 
 
+def import_warm(name: str) -> ModuleType:
+    """Import a module and let it prepare itself for being forked: its ``warm()``, if it has one, is called and must be idempotent."""
+    module = importlib.import_module(name)
+    warm = getattr(module, "warm", None)
+    if callable(warm):
+        warm()
+    return module
+
+
 def resolve_entry(entry: str) -> Callable[[Any], Any]:
     """Import and return the function that ``"package.module:function"`` names.
 
@@ -84,7 +94,7 @@ def resolve_entry(entry: str) -> Callable[[Any], Any]:
     module, separator, name = entry.partition(":")
     if not (module and separator and name):
         raise ValueError(f'entry {entry!r} is not of the form "package.module:function"')
-    function = getattr(importlib.import_module(module), name, None)
+    function = getattr(import_warm(module), name, None)
     if not callable(function):
         raise ValueError(f"entry {entry!r}: module {module} has no function {name!r}")
     return function  # type: ignore[no-any-return]

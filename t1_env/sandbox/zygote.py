@@ -71,6 +71,7 @@ def main(fd: int, config: Mapping[str, Any]) -> NoReturn:
     try:
         zygote = Zygote(sock, config)
         wire.send(sock, {"ready": True})
+        os.dup2(1, 2)  # the host reads standard error while we start; from here on it is /dev/null like standard output
     except OSError as error:
         wire.send(sock, {"error": f"{error.strerror}: {error.filename or 'namespaces'}", "errno": error.errno})
         os._exit(1)
@@ -110,7 +111,7 @@ class Zygote:
             if request["op"] == "preload":
                 # Failing here is not an error yet: the keeper that needs the module imports it again and reports.
                 with contextlib.suppress(Exception):
-                    importlib.import_module(request["module"])
+                    clone.import_warm(request["module"])
             elif request["op"] == "start":
                 self._fork_keeper(request, fds[0])
             wire.close_all(fds)

@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn
 
 import pytest
 
-from t1_env.verifiers.worker import test_environment
+from t1_env.verifiers import worker
 
 LOGS_DIR: Final = "/logs/verifier"
 """Where Harbor's test scripts leave their results."""
@@ -45,6 +45,11 @@ _CURL_SHIM: Final = """#!/bin/bash
 case "$*" in *astral.sh/uv*) exit 0 ;; esac
 PATH="${{PATH#{root}/bin:}}" exec curl "$@"
 """
+
+
+def warm() -> None:
+    """Prepare the interpreter that is to be forked; see `worker.warm`."""
+    worker.warm()
 
 
 def run_script(payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +109,7 @@ class _Script:
             path.chmod(0o755)
 
     def _start(self, output: int) -> subprocess.Popen[bytes]:
-        env = test_environment(self.payload)
+        env = worker.test_environment(self.payload)
         env["PATH"] = f"{self.root}/bin:{env['PATH']}"
         script = os.path.join(self.payload["tests_dir"], "test.sh")  # noqa: PTH118 - a path inside the clone, joined as text
         workdir = self.payload["workdir"] if Path(self.payload["workdir"]).is_dir() else "/"

@@ -1,0 +1,192 @@
+"""Verification through a real local sandbox: what it sees, what it leaves behind, what it cannot be made to believe."""
+
+import os
+import time
+
+import pytest
+
+from t1_env.errors import TaskError
+from t1_env.protocol import VerifierStatus
+from t1_env.sandbox.base import SandboxSpec
+from t1_env.tasks.schema import T1Metadata, TaskConfig
+from t1_env.tasks.task import Task
+from t1_env.verifiers import collect, run, run_verbatim
+from t1_env.verifiers.verbatim import settle
+
+local = pytest.importorskip("t1_env.sandbox.local")
+REASON = local.unavailable_reason()
+pytestmark = [pytest.mark.namespaces, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+TESTS = """
+import os, subprocess
+from pathlib import Path
+
+APP = Path("/app")
+
+def test_made():
+    assert (APP / "made").read_text() == "yes\\n"
+
+def test_runs():
+    assert subprocess.run(["bash", "/app/run.sh"], capture_output=True, text=True).stdout == "ran\\n"
+
+def test_scribbles():
+    (APP / "from-the-clone").write_text("x")
+    Path("/tmp/from-the-clone").write_text("x")
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+
+def test_tests_are_read_only():
+    try:
+        Path("/tests/test_outputs.py").write_text("")
+    except OSError:
+        return
+    raise AssertionError("writable")
+"""
+TEST_SH = """#!/bin/bash
+mkdir -p /logs/verifier
+if python3 -m pytest -rA /tests/test_outputs.py; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
+"""
+MADE, RUNS, SCRIBBLES, READ_ONLY = (f"test_outputs.py::test_{name}" for name in ("made", "runs", "scribbles", "tests_are_read_only"))
+
+
+def make_task(directory, tests=TESTS, timeout_s=20.0):
+    (directory / "tests").mkdir(parents=True, exist_ok=True)
+    (directory / "tests" / "test_outputs.py").write_text(tests)
+    (directory / "tests" / "test.sh").write_text(TEST_SH)
+    config = TaskConfig.model_validate({"verifier": {"timeout_sec": timeout_s}, "environment": {"memory_mb": 256}})
+    return Task("seeds/clone", directory, "do", config, T1Metadata(), digest=os.fspath(directory), workdir="/app")
+
+
+@pytest.fixture
+def task(tmp_path):
+    return make_task(tmp_path)
+
+
+@pytest.fixture
+def sandbox():
+    box = local.LocalSandbox(SandboxSpec(workdir="/app"))
+    box.start()
+    yield box
+    box.close()
+
+
+def sh(sandbox, command):
+    result = sandbox.run(["bash", "-c", command], timeout_s=20.0)
+    assert result.exit_code == 0, result
+    return result.stdout.decode()
+
+
+def test_the_count_follows_the_work(sandbox, task):
+    ids = collect(sandbox, task)
+    assert ids == (MADE, RUNS, SCRIBBLES, READ_ONLY)
+    first = run(sandbox, task, ids)
+    assert first.infra_error is None
+    assert first.as_bools() == {MADE: False, RUNS: False, SCRIBBLES: True, READ_ONLY: True}
+    sh(sandbox, "echo yes > made")
+    assert run(sandbox, task, ids).passed == 3
+    sh(sandbox, "echo 'echo ran' > run.sh")
+    assert run(sandbox, task, ids).solved
+    sh(sandbox, "rm made")
+    assert run(sandbox, task, ids).passed == 3
+
+
+def test_nothing_of_a_verification_reaches_the_agent(sandbox, task):
+    ids = collect(sandbox, task)
+    look = "ls -laR --time-style=full-iso /app /tmp /root; ls -d /tests /logs /dev/.t1; cat /proc/mounts; ls /proc | grep -c '^[0-9]'"
+    sh(sandbox, "touch made")
+    before, generation = sh(sandbox, look), sandbox.generation()
+    report = run(sandbox, task, ids)
+    assert report.as_bools()[SCRIBBLES]
+    assert sandbox.generation() == generation
+    assert sh(sandbox, look) == before
+
+
+def test_an_unchanged_filesystem_has_an_unchanged_generation(sandbox, task):
+    generation = sandbox.generation()
+    sh(sandbox, "ls / > /dev/null; cat /etc/hostname > /dev/null")
+    assert sandbox.generation() == generation
+    sh(sandbox, "echo yes > made")
+    assert sandbox.generation() != generation
+
+
+def test_a_background_daemon_cannot_touch_the_clone(sandbox, tmp_path):
+    slow = """
+import time
+from pathlib import Path
+
+def test_made():
+    time.sleep(0.5)
+    assert Path("/app/made").read_text() == "yes\\n"
+
+def test_alone():
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"made" in path.read_bytes()]
+"""
+    task = make_task(tmp_path, slow)
+    ids = collect(sandbox, task)
+    sh(sandbox, "echo no > made")
+    daemon = sandbox.spawn(["bash", "-c", "sleep 0.2; while :; do echo yes > made; done"], cwd="/app")
+    assert run(sandbox, task, ids).as_bools() == {ids[0]: False, ids[1]: True}
+    assert daemon.poll() is None  # thawed, not killed
+    deadline = time.monotonic() + 10
+    while sh(sandbox, "cat made") != "yes\n":
+        assert time.monotonic() < deadline
+    daemon.kill()
+
+
+def test_the_agents_tree_does_not_configure_the_runner(sandbox, task):
+    ids = collect(sandbox, task)
+    hostile = "import builtins, os; os._exit(0)"
+    for path in ("/conftest.py", "/app/conftest.py", "/app/sitecustomize.py", "/app/json.py", "/tmp/usercustomize.py"):
+        sandbox.put(hostile.encode(), path)
+    sandbox.put(b"[pytest]\naddopts = --collect-only\n", "/app/pytest.ini")
+    sandbox.put(b"[pytest]\naddopts = --collect-only\n", "/pytest.ini")
+    sandbox.put(b"exit 0\n", "/root/.bashrc")
+    sh(sandbox, "mkdir -p /tests /logs/verifier; echo 'def test_made(): pass' > /tests/test_outputs.py; echo 1 > /logs/verifier/reward.txt")
+    sh(sandbox, "export PYTEST_ADDOPTS=--co; touch /tmp/pytest-of-root")
+    assert run(sandbox, task, ids).as_bools() == {MADE: False, RUNS: False, SCRIBBLES: True, READ_ONLY: True}
+
+
+def test_ugly_files_where_deliverables_belong_cost_their_verifier_only(sandbox, tmp_path):
+    task = make_task(tmp_path, TESTS, timeout_s=12.0)
+    ids = collect(sandbox, task)
+    for make in ("mkfifo made", "ln -s /dev/zero made", "ln -s made made", "mkdir made", "ln -s /proc/self/mem made"):
+        sh(sandbox, f"rm -rf made; {make}")
+        report = run(sandbox, task, ids, timeout_s=2.0)
+        assert report.infra_error is None, make
+        assert report.outcomes[MADE].status in (VerifierStatus.FAILED, VerifierStatus.ERROR), make
+    sh(sandbox, "rm -rf made; echo yes > made; echo 'echo ran' > run.sh")
+    assert run(sandbox, task, ids).solved
+
+
+def test_an_agent_that_removed_its_tools_is_judged_all_the_same(sandbox, task):
+    ids = collect(sandbox, task)
+    sh(sandbox, "rm -rf /usr/lib/python3* /usr/bin/python3* /app /tmp/* || true")
+    report = run(sandbox, task, ids)
+    assert report.infra_error is None
+    assert report.as_bools()[MADE] is False
+    assert report.as_bools()[READ_ONLY] is True
+
+
+def test_tests_that_do_not_collect_are_a_task_error(sandbox, tmp_path):
+    with pytest.raises(TaskError, match="no_such_module"):
+        collect(sandbox, make_task(tmp_path / "a", "import no_such_module\ndef test_x(): pass\n"))
+    with pytest.raises(TaskError, match="no test found"):
+        collect(sandbox, make_task(tmp_path / "b", "x = 1\n"))
+
+
+def test_a_run_that_is_out_of_time_is_a_verdict_not_an_infra_failure(sandbox, tmp_path):
+    task = make_task(tmp_path, "import time\ndef test_a(): pass\ndef test_hang(): time.sleep(100)\n")
+    ids = collect(sandbox, task)
+    report = run(sandbox, task, ids, timeout_s=1.0)
+    assert report.infra_error is None
+    assert [outcome.status for outcome in report.outcomes.values()] == [VerifierStatus.PASSED, VerifierStatus.ERROR]
+
+
+def test_the_tasks_own_script_agrees(sandbox, task):
+    ids = collect(sandbox, task)
+    for command, passed in (("true", 2), ("echo yes > made", 3), ("echo 'echo ran' > run.sh", 4)):
+        sh(sandbox, command)
+        verbatim = run_verbatim(sandbox, task, ids)
+        assert verbatim.problem is None, verbatim
+        settled = settle(run(sandbox, task, ids), verbatim)
+        assert (settled.report.passed, settled.agrees, verbatim.report.source) == (passed, True, "pytest")
+    assert sh(sandbox, "ls -d /logs 2>/dev/null || true") == ""
