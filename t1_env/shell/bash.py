@@ -29,15 +29,16 @@ FD_EXPORTS = 503
 FD_NULL = 504
 
 PROMPT_MARK = b"\x1b]7771;t1\x07"
-"""Invisible start of the default PS1. Seen at the end of the output it means that bash fell out of the loop; a hint, never the signal."""
+"""The default PS1, invisible. Seen at the end of the output it means that bash fell out of the loop; a hint, never the signal."""
 
-# The loop. `break` and `continue` at top level act on it: that is the reason for the L record and the re-entry it asks for.
+# The loop. A `break` at top level leaves it, and so does bash itself when a job is stopped (^Z): hence the L record, which asks for the
+# line that takes bash back in, and the status kept in element 4 meanwhile.
 # DEBUG is put aside first, in the open (inside a function `trap -p DEBUG` shows nothing), so that the agent's trap does not run for the
 # loop's own commands. Everything is written `\builtin x`, so that neither aliases nor functions of the agent get in the way.
 _LOOP = (
-    r"""while { __t1=("$?" "$-" "${__t1[2]-0}"); \builtin trap -p DEBUG >&502; \builtin trap - DEBUG; """
+    r"""while { __t1=("${__t1[4]-$?}" "$-" "${__t1[2]-0}"); \builtin trap -p DEBUG >&502; \builtin trap - DEBUG; """
     r"""case ${__t1[1]} in *[evx]*) \builtin set +evx ;; esac; } >&504 2>&504; __t1_next; """
-    r"""do \builtin eval "${__t1[3]-}"; done; { PS1='\[\e]7771;t1\a\]\$ '; \builtin printf 'L\0\0' >&502; } >&504 2>&504"""
+    r"""do \builtin eval "${__t1[3]-}"; done; { __t1[4]=$?; PS1='\[\e]7771;t1\a\]'; \builtin printf 'L\0\0' >&502; } >&504 2>&504"""
 )
 
 _NEXT = r"""
@@ -71,7 +72,7 @@ def startup_file() -> bytes:
     return (
         f"exec 9<&0\n{_CLOEXEC}\nexec 0<&9 9<&-\n"
         "set +H +o history\nunset HISTFILE\n"
-        "PS1='\\[\\e]7771;t1\\a\\]\\$ '\n"
+        "PS1='\\[\\e]7771;t1\\a\\]'\n"
         f"{_NEXT}"
         f"__t1_loop={_quote(_LOOP)}\n"
         "PROMPT_COMMAND=$__t1_loop\n"
@@ -110,7 +111,9 @@ class LoopLeft:
     """bash left the loop (a ``break`` at top level) and goes to its prompt: type Enter to get it back in."""
 
 
-_RECORD = re.compile(rb"\A(?P<trap>[^\0]*?)S(?P<seq>\d*)\0(?P<code>\d+)\0(?P<flags>[^\0]*)\0(?P<cwd>[^\0]*)\.\Z", re.DOTALL)
+_RECORD = re.compile(
+    rb"\A[^\0]*?(?P<trap>(?:trap -- [^\0]*DEBUG\n)?)S(?P<seq>\d*)\0(?P<code>\d+)\0(?P<flags>[^\0]*)\0(?P<cwd>[^\0]*)\.\Z", re.DOTALL
+)
 
 
 class RecordReader:

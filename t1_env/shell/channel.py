@@ -75,7 +75,7 @@ class ShellChannel:
         self._pid_fd = _open_pidfd(process.pid)
         self._saved_termios = b""
         self._exports = b""
-        self._status_open = True
+        self.status_open = True
         self._output_open = True
         self._poll = select.poll()
         for fd in (master_fd, status_fd, self._pid_fd):
@@ -154,14 +154,14 @@ class ShellChannel:
 
     def read_status(self) -> bytes:
         """Whatever the status channel holds, without waiting."""
-        if not self._status_open:
+        if not self.status_open:
             return b""
         try:
             data = os.read(self._status_fd, READ_SIZE)
         except BlockingIOError:
             return b""
         if not data:
-            self._status_open = False
+            self.status_open = False
             self._poll.unregister(self._status_fd)
         return data
 

@@ -19,7 +19,7 @@ from t1_env.shell.output import HeadTail, TextFilter
 from t1_env.shell.screen import TerminalScreen
 
 _FIRST_PROBE_S: Final = 0.02
-_MAX_PROBE_S: Final = 0.25
+_MAX_PROBE_S: Final = 0.2
 _DRAIN_BYTES: Final = 1 << 19
 """More than a pty can hold: after the status record, reading this much is certain to have read all that was printed before it, and a
 background job that prints without end cannot keep the step open."""
@@ -61,7 +61,7 @@ class _InputWatch:
         """Note what was seen; whether it has been blocked long enough to call it waiting."""
         if not blocked:
             self._blocked_since = None
-            self._step_s = min(2 * self._step_s, _MAX_PROBE_S)
+            self._step_s = min(1.5 * self._step_s, _MAX_PROBE_S)
             self.due = now + self._step_s
             return False
         if self._blocked_since is None:
@@ -179,7 +179,7 @@ class ShellDriver:
         if seen is None:
             return False
         if seen.blocked_on_read:
-            if seen.is_shell and self._tail.rstrip(b"$# ").endswith(bash.PROMPT_MARK):
+            if seen.is_shell and self._tail.endswith(bash.PROMPT_MARK):
                 return None if not self._reenter() else False
             return True
         if seen.blocked_on_wait and not seen.is_shell and not self.channel.is_canonical():
@@ -189,7 +189,7 @@ class ShellDriver:
     def _reenter(self) -> bool:
         """Type the line that takes bash, fallen out of its loop to the prompt, back in."""
         self._recoveries += 1
-        if self._recoveries > _MAX_RECOVERIES:
+        if self._recoveries > _MAX_RECOVERIES or not self.channel.status_open:
             return False
         self._tail = b""
         self.channel.restore_termios()
@@ -233,6 +233,15 @@ class ShellDriver:
         Returns:
             ``FINISHED`` or ``ENDED``; ``EXPIRED`` or ``LOST`` if the shell did not come back and has to be replaced.
         """
+        job = foreground.ForegroundJob(self.channel.master_fd, self.channel.process.pid, self._spare)
+        try:
+            outcome = self._end_job(job)
+            job.kill()  # members that let go of the terminal and lived on
+        finally:
+            job.close()
+        return outcome
+
+    def _end_job(self, job: foreground.ForegroundJob) -> Outcome:
         config = self._config
         for number, grace_s in ((signal.SIGINT, config.interrupt_grace_s), (signal.SIGQUIT, config.quit_grace_s)):
             if number == signal.SIGQUIT and foreground.foreground_group(self.channel.master_fd) == self.channel.process.pid:
@@ -243,7 +252,8 @@ class ShellDriver:
                 return outcome
         end = time.monotonic() + config.kill_grace_s
         while True:
-            foreground.kill_job(self.channel.master_fd, self.channel.process.pid, self._spare)
+            job.refresh()
+            job.kill()
             outcome = self._wait_or_reenter(_KILL_ROUND_S)
             if outcome in (Outcome.FINISHED, Outcome.ENDED) or time.monotonic() >= end:
                 return outcome

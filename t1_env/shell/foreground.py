@@ -113,12 +113,12 @@ def _group_of(pid: int) -> int:
     return int(fields[2]) if fields else -1
 
 
-def descendants(pid: int, spare: frozenset[int] = frozenset()) -> list[int]:
-    """Every process below ``pid``, without those to spare and what is below them."""
+def descendants(pid: int) -> list[int]:
+    """Every process below ``pid``."""
     found: list[int] = []
     queue = [pid]
     while queue and len(found) < _MAX_PROCESSES:
-        children = [child for child in _children(queue.pop()) if child not in spare]
+        children = _children(queue.pop())
         found += children
         queue += children
     return found
@@ -144,24 +144,50 @@ def _children(pid: int) -> list[int]:
     return children
 
 
-def kill_job(master_fd: int, shell_pid: int, spare: frozenset[int]) -> bool:
-    """SIGKILL what runs in the foreground and everything the shell started since, except the processes to spare.
+class ForegroundJob:
+    """The processes of a command that has to end, held by pidfd so that no stranger with a reused id is ever hit.
+
+    They are the foreground process group and everything below the shell's children that belong to it, also what moved to a session of its
+    own. Background jobs, of this command or of earlier ones, are not part of it.
 
     Args:
         master_fd: The terminal.
-        shell_pid: The shell, never killed here.
-        spare: Children of the shell to leave alone, with what is below them: those that were there before the command began.
-
-    Returns:
-        Whether there was anything to kill.
+        shell_pid: The shell, which is never part of a job.
+        spare: Children of the shell that were there before the command began.
     """
-    group = foreground_group(master_fd)
-    victims = {pid for pid in descendants(shell_pid, spare) if _stat_fields(pid)[:1] != ["Z"]} if shell_pid > 0 else set()
-    if group > 0 and group != shell_pid:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
-            victims.add(group)
-    for pid in victims - {group}:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    return bool(victims)
+
+    def __init__(self, master_fd: int, shell_pid: int, spare: frozenset[int]) -> None:
+        self._master_fd = master_fd
+        self._shell_pid = shell_pid
+        self._spare = spare
+        self._held: dict[int, int] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again: the shell may have gone on to its next program."""
+        if self._shell_pid <= 0:
+            return
+        group = foreground_group(self._master_fd)
+        children = [pid for pid in _children(self._shell_pid) if pid not in self._spare]
+        if group not in (0, self._shell_pid):
+            children = [pid for pid in children if _group_of(pid) == group]
+        for pid in children + [below for child in children for below in descendants(child)]:
+            if pid not in self._held:
+                with contextlib.suppress(OSError):
+                    self._held[pid] = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """SIGKILL to all of them."""
+        group = foreground_group(self._master_fd)
+        if group > 0 and group != self._shell_pid and self._shell_pid > 0:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        for pid_fd in self._held.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(pid_fd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for pid_fd in self._held.values():
+            os.close(pid_fd)
+        self._held.clear()

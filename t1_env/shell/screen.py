@@ -25,6 +25,7 @@ _SPLIT: Final = re.compile(
     r"(\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[PX^_][^\x1b]*\x1b\\|\x1b[ -/]+[0-~]|\x1b[0-OQ-WYZ\\`-~])"
 )
 _UNFINISHED: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?|[PX^_][^\x1b]*\x1b?|[ -/]*)\Z")
+_COLOURS: Final = re.compile(rb"\x1b\[[0-9;:]*m")
 _NOT_DRAWN: Final = re.compile(r"[\x00\x0e\x0f\x1b\x7f\x9b\x9d]")
 
 _CSI: Final[dict[str, tuple[str, int]]] = {
@@ -80,6 +81,7 @@ class TerminalScreen:
         self._lost_alternate: bool | None = None
         self._held = ""
         self._last_drawn = ""
+        self._picture: npt.NDArray[np.uint32] | None = None
         self._main: dict[str, Any] | None = None  # the main screen, while the alternate one is shown
 
     def feed(self, data: bytes) -> None:
@@ -96,6 +98,7 @@ class TerminalScreen:
         """Change the size, as the terminal's window does."""
         self._draw_pending()
         self._screen.resize(rows, cols)
+        self._picture = None
 
     def reset(self) -> None:
         """A blank screen: the terminal was replaced."""
@@ -103,6 +106,7 @@ class TerminalScreen:
         self._held, self._lost, self._lost_alternate, self._main = "", False, None, None
         self._decoder.reset()
         self._screen.reset()
+        self._picture = None
 
     def array(self) -> npt.NDArray[np.uint32]:
         """The screen as code points.
@@ -110,6 +114,8 @@ class TerminalScreen:
         Returns:
             Array of shape (rows, cols), dtype uint32. Blank cells and the second half of a wide character are 32 (a space).
         """
+        if not self._pending and self._picture is not None:
+            return self._picture.copy()
         self._draw_pending()
         cells = np.full((self._screen.lines, self._screen.columns), ord(" "), dtype=np.uint32)
         for y, row in self._screen.buffer.items():
@@ -117,7 +123,8 @@ class TerminalScreen:
                 for x, cell in row.items():
                     if x < self._screen.columns and cell.data:
                         cells[y, x] = ord(cell.data[0])
-        return cells
+        self._picture = cells
+        return cells.copy()
 
     def text(self) -> str:
         """The screen as lines of text, trailing blanks removed."""
@@ -133,11 +140,13 @@ class TerminalScreen:
     def _draw_pending(self) -> None:
         if not self._pending:
             return
+        self._picture = None
         data, self._pending = bytes(self._pending), bytearray()
         if self._lost:
             self._recover()
             data = data[data.find(b"\n") + 1 :]
-        elif b"\x1b" not in data and not self._held and self._main is None and self._screen.margins is None:
+        data = _COLOURS.sub(b"", data)  # not part of the picture
+        if b"\x1b" not in data and not self._held and self._main is None and self._screen.margins is None:
             data = self._last_lines(data)
         text = self._held + self._decoder.decode(data)
         unfinished = _UNFINISHED.search(text, max(0, len(text) - 4096))
@@ -193,8 +202,6 @@ class TerminalScreen:
             self._screen.save_cursor()
         elif final == "u":
             self._screen.restore_cursor()
-        elif final == "m":
-            return  # colours are not part of the picture
         elif final in "ST":
             self._scroll(max(1, numbers[0]), up=final == "S")
         elif final in _CSI:
