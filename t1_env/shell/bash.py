@@ -28,6 +28,9 @@ FD_STATUS = 502
 FD_EXPORTS = 503
 FD_NULL = 504
 
+PASSED_AS = {FD_WAKE: 200, FD_TEXT: 201, FD_STATUS: 202, FD_EXPORTS: 203, FD_NULL: 204}
+"""The numbers under which the descriptors reach bash; its start-up file moves them."""
+
 PROMPT_MARK = b"\x1b]7771;t1\x07"
 """The default PS1, invisible. Seen at the end of the output it means that bash fell out of the loop; a hint, never the signal."""
 
@@ -64,7 +67,7 @@ __t1_ret() {
 # Descriptors arrive without close-on-exec (they had to survive the start of bash). bash sets the flag on the copy it saves when it
 # redirects a descriptor below 3, and hands the flag on when such a copy is duplicated: so each is moved to 0 and picked up again from 10,
 # where bash saved it.
-_CLOEXEC = "\n".join(f"exec 0<&{fd} {fd}<&-; {{ exec {fd}<&10; }} 0<&9" for fd in (FD_WAKE, FD_TEXT, FD_STATUS, FD_EXPORTS, FD_NULL))
+_CLOEXEC = "\n".join(f"exec 0<&{passed} {passed}<&-; {{ exec {fd}<&10; }} 0<&9" for fd, passed in PASSED_AS.items())
 
 
 def startup_file() -> bytes:
@@ -85,7 +88,7 @@ def _quote(text: str) -> str:
 
 def argv() -> list[str]:
     """The command line that starts the shell; the start-up file is read from the text descriptor."""
-    return ["bash", "--noprofile", "--rcfile", f"/proc/self/fd/{FD_TEXT}", "--noediting", "-i"]
+    return ["bash", "--noprofile", "--rcfile", f"/proc/self/fd/{PASSED_AS[FD_TEXT]}", "--noediting", "-i"]
 
 
 @dataclass(frozen=True, slots=True)

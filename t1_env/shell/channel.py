@@ -124,11 +124,11 @@ class ShellChannel:
                 cwd=cwd,
                 pty_size=(rows, cols),
                 fds={
-                    bash.FD_WAKE: wake_read,
-                    bash.FD_TEXT: text,
-                    bash.FD_STATUS: status_write,
-                    bash.FD_EXPORTS: exports,
-                    bash.FD_NULL: null,
+                    bash.PASSED_AS[bash.FD_WAKE]: wake_read,
+                    bash.PASSED_AS[bash.FD_TEXT]: text,
+                    bash.PASSED_AS[bash.FD_STATUS]: status_write,
+                    bash.PASSED_AS[bash.FD_EXPORTS]: exports,
+                    bash.PASSED_AS[bash.FD_NULL]: null,
                 },
             )
             if process.pty_fd is None:
