@@ -78,7 +78,7 @@ def doctor() -> int:
         table.add_column(heading, overflow="fold")
     found = findings()
     for finding in found:
-        table.add_row(finding.name, finding.kind, Text("yes", "green") if finding.ok else Text("no", "red"), finding.detail)
+        table.add_row(finding.name, finding.kind, Text("yes", "green") if finding.ok else Text("no", "red"), Text(finding.detail))
     console.print(table)
     if not found[0].ok:
         print("t1-env: the local sandbox cannot run here; see the table", file=sys.stderr)

@@ -64,7 +64,7 @@ def verifier_table(info: dict[str, Any]) -> Table:
     table.add_column("")
     table.add_column("verifier", overflow="fold")
     for name, passed in info["verifiers"].items():
-        table.add_row(Text("pass", "green") if passed else Text("fail", "red"), name)
+        table.add_row(Text("pass", "green") if passed else Text("fail", "red"), Text(name))
     return table
 
 

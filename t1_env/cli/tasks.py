@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from itertools import islice
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
-from rich.table import Table
 
 from t1_env.env import TerminalEnv
 from t1_env.errors import SandboxUnavailable, T1Error, UnknownTask
@@ -19,12 +19,13 @@ from t1_env.tasks import Task, list_tasks, load_task, resolve_tasks
 from t1_env.testing import Rollout, noop_actions, oracle_actions, rollout
 
 EXIT_OK, EXIT_FAILED = 0, 1
+_ABOUT_CHARS = 100
 _SMALL_POOL, _SPLIT_SAMPLE = 10_000, 3
 """A family without a seed or ``n`` stands for a whole split; a few instances stand for it."""
 
 
 def list_command(pattern: str | None) -> int:
-    """Print the id, category and first line of each task.
+    """Print the id, category and beginning of the instruction of each task, one a line.
 
     Args:
         pattern: A glob that ids must match, or None for all.
@@ -39,13 +40,11 @@ def list_command(pattern: str | None) -> int:
     chosen = [task_id for task_id in ids if pattern is None or fnmatch.fnmatchcase(task_id, pattern)]
     if not chosen:
         raise UnknownTask(f"no task matches {pattern!r}; expected a glob over ids such as {ids[0]!r}" if ids else "the corpus is empty")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("task", "category", "instruction"):
-        table.add_column(heading, no_wrap=heading != "instruction")
-    for task_id in chosen:
-        task = load_task(task_id)
-        table.add_row(task_id, task.metadata.category or "-", task.instruction.strip().splitlines()[0])
-    Console(highlight=False).print(table, markup=False)
+    tasks = [load_task(task_id) for task_id in chosen]
+    width, category_width = max(map(len, chosen)), max(len(task.metadata.category or "-") for task in tasks)
+    for task_id, task in zip(chosen, tasks, strict=True):
+        about = textwrap.shorten(task.instruction, _ABOUT_CHARS, placeholder=" ...")
+        print(f"{task_id:<{width}}  {task.metadata.category or '-':<{category_width}}  {about}")
     return EXIT_OK
 
 
@@ -126,7 +125,7 @@ def check_command(ids: Sequence[str], *, jobs: int = 1, instances: int | None = 
         bar = progress.add_task("", total=len(chosen))
         for task_id, checked in zip(chosen, pool.map(lambda load: check_task(load, sandbox=sandbox), chosen.values()), strict=True):
             failed += bool(checked.problems)
-            detail = "; ".join(checked.problems) or f"{checked.verifiers} verifiers, {checked.steps} oracle steps"
+            detail = "; ".join(checked.problems) or f"verifiers: {checked.verifiers}, oracle steps: {checked.steps}"
             progress.console.print(f"{'FAIL' if checked.problems else 'ok  '}  {task_id}  {detail}", markup=False)
             progress.advance(bar)
     console.print(f"{len(chosen) - failed} of {len(chosen)} tasks are sound", markup=False)

@@ -65,6 +65,31 @@ def build_menu(task_id: str, seed: int) -> list[str]:
     return menu
 
 
+@dataclass(frozen=True, slots=True)
+class StableBaselines:
+    """What this script uses of Stable-Baselines3."""
+
+    ppo: Any
+    base_callback: Any
+    monitor: Any
+    dummy_vec_env: Any
+    vec_normalize: Any
+
+
+def require_sb3() -> StableBaselines:
+    """Import Stable-Baselines3, or raise ``DependencyMissing`` with the command that installs it."""
+    try:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.callbacks import BaseCallback
+        from stable_baselines3.common.monitor import Monitor
+        from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+    except ImportError as error:
+        raise DependencyMissing(
+            f"Stable-Baselines3 cannot be imported ({error.name} is missing): python -m pip install 't1-terminal[sb3]'"
+        ) from error
+    return StableBaselines(PPO, BaseCallback, Monitor, DummyVecEnv, VecNormalize)
+
+
 def train(task_id: str, *, timesteps: int, seed: int, max_turns: int = 8, n_steps: int = 128) -> tuple[list[EpisodeRecord], list[str]]:
     """Train SB3's PPO on one task.
 
@@ -81,19 +106,10 @@ def train(task_id: str, *, timesteps: int, seed: int, max_turns: int = 8, n_step
     Raises:
         DependencyMissing: If Stable-Baselines3 is not installed.
     """
-    try:
-        from stable_baselines3 import PPO
-        from stable_baselines3.common.callbacks import BaseCallback
-        from stable_baselines3.common.monitor import Monitor
-        from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
-    except ImportError as error:
-        raise DependencyMissing(
-            f"Stable-Baselines3 is not installed ({error.name} is missing): python -m pip install 't1-terminal[sb3]'"
-        ) from error
-
+    sb3 = require_sb3()
     records: list[EpisodeRecord] = []
 
-    class Recorder(BaseCallback):  # type: ignore[misc, unused-ignore]
+    class Recorder(sb3.base_callback):  # type: ignore[misc, name-defined]
         def _on_step(self) -> bool:
             for info in self.locals["infos"]:
                 episode = info.get("episode")
@@ -103,10 +119,10 @@ def train(task_id: str, *, timesteps: int, seed: int, max_turns: int = 8, n_step
             return True
 
     menu = build_menu(task_id, seed)
-    env: Any = DummyVecEnv([lambda: Monitor(make_sb3_env(task_id, menu, max_turns=max_turns))])
+    env: Any = sb3.dummy_vec_env([lambda: sb3.monitor(make_sb3_env(task_id, menu, max_turns=max_turns))])
     try:
-        env = VecNormalize(env, norm_obs=True, norm_reward=False, norm_obs_keys=["screen"])
-        learner = PPO(
+        env = sb3.vec_normalize(env, norm_obs=True, norm_reward=False, norm_obs_keys=["screen"])
+        learner = sb3.ppo(
             "MultiInputPolicy", env, n_steps=n_steps, batch_size=64, learning_rate=1e-3, ent_coef=0.02, gamma=0.95, seed=seed, device="cpu"
         )
         learner.learn(timesteps, callback=Recorder())
@@ -193,6 +209,7 @@ def run(task_id: str, *, timesteps: int, seed: int, out: Path) -> dict[str, Any]
     Returns:
         The summary.
     """
+    require_sb3()
     prepare_directory(out)
     started_s = time.monotonic()
     records, menu = train(task_id, timesteps=timesteps, seed=seed)
