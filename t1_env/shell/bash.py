@@ -115,7 +115,7 @@ class LoopLeft:
 
 
 _RECORD = re.compile(
-    rb"\A[^\0]*?(?P<trap>(?:trap -- [^\0]*DEBUG\n)?)S(?P<seq>\d*)\0(?P<code>\d+)\0(?P<flags>[^\0]*)\0(?P<cwd>[^\0]*)\.\Z", re.DOTALL
+    rb"\A.*?(?P<trap>(?:trap -- [^\0]*DEBUG\n)?)S(?P<seq>\d*)\0(?P<code>\d+)\0(?P<flags>[^\0]*)\0(?P<cwd>[^\0]*)\.\Z", re.DOTALL
 )
 
 

@@ -66,26 +66,10 @@ class HeadTail:
         self._head, self._tail, self.total_bytes = bytearray(), bytearray(), 0
         if len(head) + len(tail) == total and len(tail) <= self._tail_limit:
             return (head + tail).decode(), total, 0
-        tail = tail[-self._tail_limit :]
-        cut = len(head)
-        while cut and cut > len(head) - 4 and not _is_boundary(head, cut):
-            cut -= 1
-        head = head[:cut]
-        skip = 0
-        while skip < len(tail) and tail[skip] & 0xC0 == 0x80:
-            skip += 1
-        tail = tail[skip:]
+        # only the two cuts can break a character: drop its rest
+        head, tail = (part.decode("utf-8", "ignore").encode() for part in (head, tail[-self._tail_limit :]))
         elided = total - len(head) - len(tail)
         return f"{head.decode()}\n[... {elided} bytes elided ...]\n{tail.decode()}", total, elided
-
-
-def _is_boundary(data: bytes, cut: int) -> bool:
-    """Whether ``data[:cut]`` is whole characters."""
-    try:
-        data[max(0, cut - 4) : cut].decode()
-    except UnicodeDecodeError as error:
-        return error.reason != "unexpected end of data"
-    return True
 
 
 class TextFilter:
@@ -118,7 +102,7 @@ class TextFilter:
         elif self.alternate:
             return ""
         if text.endswith("\r"):
-            text, self._held = text.rstrip("\r"), "\r"
+            text, self._held = text.rstrip("\r"), "\r" + self._held
         if "\r\n" in text:
             text = _LINE_ENDS.sub("\n", text)
         if self._cells is None and not _SPECIAL.search(text):
@@ -132,11 +116,11 @@ class TextFilter:
             final: Whether no program continues it, so that a character that is cut off counts as invalid.
         """
         held = self._decoder.decode(b"", final=True) if final else ""
-        if final and self._held.startswith("\x1b"):
-            self._held = ""
+        if final:
+            self._held = self._held.split("\x1b")[0]
         text = self._finish_line() + ("" if self.alternate else held)
-        if self._keep_ansi and self._held == "\r":
-            text, self._held = text + "\r", ""
+        if self._keep_ansi:
+            text, self._held = text + self._held, ""
         return text
 
     # -------------------------------------------------------------------------------------------------------------- escape sequences
@@ -146,8 +130,8 @@ class TextFilter:
             on, off = _last_end(_ALTERNATE_ON, text), _last_end(_ALTERNATE_OFF, text)
             if on != off:
                 self.alternate = on > off
-        if text.endswith("\r"):
-            text, self._held = text[:-1], "\r"
+        ended = text.rstrip("\r")
+        text, self._held = ended, text[len(ended) :]
         return _LINE_ENDS.sub("\n", text)
 
     def _hold_back(self, text: str) -> str:

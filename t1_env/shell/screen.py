@@ -205,6 +205,8 @@ class TerminalScreen:
         elif final in "ST":
             self._scroll(max(1, numbers[0]), up=final == "S")
         elif final in _CSI:
+            if final in "JK" and numbers[0] > (3 if final == "J" else 2):
+                return  # pyte trips over kinds of erasing that do not exist
             name, max_arguments = _CSI[final]
             getattr(self._screen, name)(*numbers[:max_arguments])
 
