@@ -30,24 +30,12 @@ class _Component(BaseModel):
 
 
 class TaskConfig(_Component):
-    """Which tasks are played. A family is named without its seed; instances are drawn from disjoint seed ranges."""
+    """Which tasks are played. A family is named without its seed: training draws from its ``train`` split, evaluation from ``test``."""
 
     train: tuple[str, ...] = ()
     """Task ids or family specs (``families/<name>?level=1``) to train on."""
     held_out: tuple[str, ...] = ()
     """Family specs that are evaluated and never trained on."""
-    train_seed_start: Annotated[int, Field(ge=0)] = 0
-    """First instance seed of the training pool."""
-    train_instances: Count = 4096
-    """Instance seeds of each family in the training pool."""
-    eval_seed_start: Annotated[int, Field(ge=0)] = 1_000_000
-    """First instance seed of the held-out instances; must lie past the training pool."""
-
-    @model_validator(mode="after")
-    def _disjoint(self) -> TaskConfig:
-        if self.train_seed_start <= self.eval_seed_start < self.train_seed_start + self.train_instances:
-            raise ValueError("eval_seed_start lies inside the training pool (train_seed_start, train_instances); move it past the end")
-        return self
 
 
 class ModelConfig(_Component):
@@ -218,8 +206,10 @@ class OptimConfig(_Component):
     """Actor steps a pass."""
     critic_minibatches: Count = 4
     """Critic steps a pass; with the defaults two critic steps for one of the actor, at the same number of tokens."""
-    micro_batch_tokens: Count = 4096
+    micro_batch_tokens: Count = 2048
     """Padded tokens of one forward and backward pass."""
+    threads: Count = 1
+    """Micro-batches computed side by side, in threads that share the weights; another number sums gradients in another order."""
 
 
 class EvalConfig(_Component):
@@ -235,6 +225,8 @@ class EvalConfig(_Component):
     """Evaluate every so many PPO iterations beside the start and the end; 0 does not."""
     untrained: bool = True
     """Evaluate before the warm start too."""
+    mismatch_episodes: Annotated[int, Field(ge=0)] = 48
+    """Episodes sampled in bfloat16 at the end, for the sampler-against-trainer table; 0 leaves it out."""
     seed: int = 20_000
     """Names the sampling streams, the same for every evaluation so that they pair."""
 
@@ -249,7 +241,7 @@ class RunConfig(_Component):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Names every random stream of the run."""
     threads: Count = 1
-    """Torch threads; on cores shared with terminals one is faster than two."""
+    """Torch threads inside an operation; on cores shared with terminals one is faster than two (see ``optim.threads``)."""
     keep_checkpoints: Count = 2
     """Iteration checkpoints kept; those at the end of a phase always stay."""
     tensorboard: bool = True

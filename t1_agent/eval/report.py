@@ -212,7 +212,11 @@ def _duration(seconds: float) -> str:
 # -------------------------------------------------------------------------------------------------------------------- plots
 _CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("warmstart_actor", "Actor warm start: cross-entropy on demonstrated tokens", (("warmstart/loss", "loss"),)),
-    ("warmstart_critic", "Critic warm start: explained variance of Monte-Carlo returns", (("critic/explained_variance", "explained variance"),)),
+    (
+        "warmstart_critic",
+        "Critic warm start: explained variance of Monte-Carlo returns",
+        (("critic/explained_variance", "explained variance"),),
+    ),
     ("ppo", "Training episodes: solved rate", (("rollout/solved_rate", "solved"),)),
     ("ppo", "Training episodes: share of verifiers that pass", (("rollout/verifier_fraction", "verifiers"),)),
     ("ppo", "Policy: entropy", (("train/entropy", "entropy"),)),
@@ -244,7 +248,14 @@ def _line_plot(lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> st
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
     for label, points in lines:
-        axes.plot([x for x, _ in points], [y for _, y in points], label=label, linewidth=1.6, marker="o" if len(points) < 25 else None, markersize=3)
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            label=label,
+            linewidth=1.6,
+            marker="o" if len(points) < 25 else None,
+            markersize=3,
+        )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("step")

@@ -7,12 +7,13 @@ The policy's token ids go into the ledger exactly as they were sampled. What the
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from t1_agent.tito.codec import TurnCodec
+from t1_agent.tito.drift import drift_tokens_in_loss
 from t1_agent.tito.ledger import Ledger
 from t1_agent.tito.observation import render_observation
 from t1_agent.tito.parse import SUBMIT_WORD, parse_action
@@ -123,7 +124,7 @@ class Episode:
         """
         if not self.done:
             raise ValueError(f"episode of {self._task_id} has not ended after {len(self._turns)} turns")
-        return self._require_ledger().to_trajectory(
+        trajectory = self._require_ledger().to_trajectory(
             task_id=self._task_id,
             rewards=np.asarray(self._rewards, dtype=np.float32),
             terminated=self._terminated,
@@ -139,6 +140,9 @@ class Episode:
                 "infra_error": self._info.get("infra_error"),
             },
         )
+        # Counted against the engine's own completions, kept apart from the ledger: checked, not assumed.
+        drift = drift_tokens_in_loss(trajectory, self.completions)
+        return replace(trajectory, metadata={**trajectory.metadata, "drift_tokens_in_loss": drift})
 
     def _cut_if_over_budget(self) -> None:
         if len(self._turns) >= self._limits.max_turns:
