@@ -25,7 +25,7 @@ _collected: dict[str, tuple[str, ...]] = {}
 _collected_lock = threading.Lock()
 
 
-def collect(sandbox: Sandbox, task: Task) -> tuple[str, ...]:
+def collect(sandbox: Sandbox, task: Task, *, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """List a task's verifiers, in a clone of its freshly built sandbox.
 
     The answer is frozen: it is taken once for each task digest in this process, whatever the agent does later.
@@ -33,6 +33,7 @@ def collect(sandbox: Sandbox, task: Task) -> tuple[str, ...]:
     Args:
         sandbox: A started sandbox with the task's environment built and nothing done in it yet.
         task: The task.
+        env: Variables that building the environment set (Dockerfile ``ENV``), for the tests to see.
 
     Returns:
         pytest node ids relative to the task's ``tests`` directory, in pytest's order.
@@ -47,7 +48,7 @@ def collect(sandbox: Sandbox, task: Task) -> tuple[str, ...]:
         return known
     if not task.tests_dir.is_dir():
         raise TaskError(f"{task.tests_dir}: the task has no tests directory: expected pytest files in it")
-    result = _in_clone(sandbox, task, "collect", {}, timeout_s=task.config.verifier.timeout_sec, retries=1)
+    result = _in_clone(sandbox, clone_payload(task, task.config.verifier.timeout_sec, env), task, "collect", retries=1)
     if result.error is not None:
         raise VerifierError(f"the verifiers of {task.id} could not be collected: {result.error}")
     ids = [str(name) for name in result.payload["ids"]]
@@ -62,7 +63,15 @@ def collect(sandbox: Sandbox, task: Task) -> tuple[str, ...]:
         return _collected.setdefault(task.digest, tuple(ids))
 
 
-def run(sandbox: Sandbox, task: Task, ids: Sequence[str], *, timeout_s: float | None = None, retries: int = 1) -> VerifierReport:
+def run(
+    sandbox: Sandbox,
+    task: Task,
+    ids: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    retries: int = 1,
+    env: Mapping[str, str] | None = None,
+) -> VerifierReport:
     """Run a task's verifiers in a clone of the sandbox as it stands.
 
     Args:
@@ -72,14 +81,16 @@ def run(sandbox: Sandbox, task: Task, ids: Sequence[str], *, timeout_s: float | 
         timeout_s: Limit for all verifiers together; default ``[verifier] timeout_sec`` of the task. One verifier may use a quarter of
             it, but at least 10 s, so that one that hangs leaves time for the others.
         retries: How often to try again when the machinery fails.
+        env: Variables that building the environment set, as for `collect`.
 
     Returns:
         A report with every id in the frozen order. If the machinery failed every time, ``infra_error`` says why and there are no
         outcomes.
     """
     limit_s = task.config.verifier.timeout_sec if timeout_s is None else timeout_s
-    payload = {"ids": list(ids), "test_timeout_s": min(limit_s, max(_MIN_TEST_TIMEOUT_S, limit_s / 4))}
-    result = _in_clone(sandbox, task, "run", payload, timeout_s=limit_s, retries=retries)
+    payload = clone_payload(task, limit_s, env)
+    payload |= {"ids": list(ids), "test_timeout_s": min(limit_s, max(_MIN_TEST_TIMEOUT_S, limit_s / 4))}
+    result = _in_clone(sandbox, payload, task, "run", retries=retries)
     if result.error is not None:
         return VerifierReport(seconds=result.seconds, infra_error=result.error)
     outcomes = {name: _outcome(result.payload["outcomes"], name) for name in ids}
@@ -93,14 +104,14 @@ def ids_digest(ids: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
 
 
-def clone_payload(task: Task, timeout_s: float) -> dict[str, Any]:
-    """What every entry point of the worker needs to know about a task."""
+def clone_payload(task: Task, timeout_s: float, env: Mapping[str, str] | None) -> dict[str, Any]:
+    """What every entry point of the worker needs to know: the task, its limits and its environment."""
     environment = task.config.environment
     return {
         "tests_dir": TESTS_MOUNT,
         "workdir": task.workdir,
         "timeout_s": timeout_s,
-        "env": literal_env({**environment.env, **task.config.verifier.env}),
+        "env": literal_env({**(env or {}), **environment.env, **task.config.verifier.env}),
         "inherit_env": True,
         "memory_mb": environment.memory_limit_mb,
     }
@@ -111,16 +122,13 @@ def literal_env(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if "${" not in value}
 
 
-def _in_clone(sandbox: Sandbox, task: Task, function: str, payload: Mapping[str, Any], *, timeout_s: float, retries: int) -> CloneResult:
+def _in_clone(sandbox: Sandbox, payload: Mapping[str, Any], task: Task, function: str, *, retries: int) -> CloneResult:
     """Call the worker, again if the machinery fails. Never raises for a failure of the machinery."""
     seconds, error = 0.0, "not attempted"
     for _ in range(retries + 1):
         try:
             result = sandbox.run_in_clone(
-                f"{_WORKER}:{function}",
-                {**clone_payload(task, timeout_s), **payload},
-                mounts={TESTS_MOUNT: task.tests_dir},
-                timeout_s=timeout_s + _CLONE_MARGIN_S,
+                f"{_WORKER}:{function}", payload, mounts={TESTS_MOUNT: task.tests_dir}, timeout_s=payload["timeout_s"] + _CLONE_MARGIN_S
             )
         except SandboxError as failure:
             return CloneResult(payload=None, seconds=seconds, error=f"{type(failure).__name__}: {failure}")

@@ -37,7 +37,9 @@ OUTPUT_LIMIT_BYTES: Final = 1 << 20
 _INTERPRETERS: Final = ("python", "python3", "pytest", "py.test", "uvx", "uv")
 _INSTALLERS: Final = ("apt", "apt-get", "pip", "pip3")
 _FLAGS_WITH_VALUE: Final = ("-X", "-W")
+# Descriptors are copied first: while bash runs "echo >file", its own descriptor 1 is that file.
 _SHIM: Final = """#!/bin/bash
+exec 7<&0 8>&1 9>&2
 mkfifo "{root}/$$" && echo "$$" >"{root}/requests" && read -r code <"{root}/$$"
 exit "${{code:-127}}"
 """
@@ -63,9 +65,10 @@ def run_script(payload: Mapping[str, Any]) -> dict[str, Any]:
         there can be no verdict (no bash, ran out of time).
     """
     logs = Path(payload.get("logs_dir", LOGS_DIR))
+    for path in (logs.parent, logs):
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            path.unlink()
     shutil.rmtree(logs, ignore_errors=True)  # what the agent put there is not a result
-    if logs.is_symlink() or logs.is_file():
-        logs.unlink()
     logs.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="t1-") as directory:
         return _Script(payload, Path(directory), logs).run()
@@ -209,8 +212,8 @@ def _interpreter_main(waiting: int, shim_path: str) -> NoReturn:
         # Programs that the tests start find the sandbox's own python3, as they do on the fast path.
         os.environ["PATH"] = os.environ.get("PATH", "").removeprefix(shim_path)
         os.chdir((proc / "cwd").readlink())
-        for fd, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_APPEND), (2, os.O_WRONLY | os.O_APPEND)):
-            os.dup2(os.open(proc / "fd" / str(fd), flags), fd)
+        for fd, copy, flags in ((0, 7, os.O_RDONLY), (1, 8, os.O_WRONLY | os.O_APPEND), (2, 9, os.O_WRONLY | os.O_APPEND)):
+            os.dup2(os.open(proc / "fd" / str(copy), flags), fd)
         os.closerange(3, 1 << 16)
         sys.dont_write_bytecode = True
         code = _exit_status(argv)

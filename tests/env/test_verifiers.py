@@ -95,9 +95,10 @@ def test_run_keeps_the_frozen_order_and_every_id(task):
     assert sandbox.calls[0][1]["test_timeout_s"] == 25.0
 
 
-def test_run_with_a_time_limit_of_its_own(task):
+def test_run_with_a_time_limit_and_variables_of_its_own(task):
     sandbox = ScriptedClone({"outcomes": {}, "unknown": []})
-    run(sandbox, task, ("a",), timeout_s=4.0)
+    run(sandbox, task, ("a",), timeout_s=4.0, env={"A": "from the image", "B": "2"})
+    assert sandbox.calls[0][1]["env"] == {"A": "1", "B": "2"}
     assert (sandbox.calls[0][1]["timeout_s"], sandbox.calls[0][1]["test_timeout_s"]) == (4.0, 4.0)
 
 

@@ -190,3 +190,10 @@ def test_the_tasks_own_script_agrees(sandbox, task):
         settled = settle(run(sandbox, task, ids), verbatim)
         assert (settled.report.passed, settled.agrees, verbatim.report.source) == (passed, True, "pytest")
     assert sh(sandbox, "ls -d /logs 2>/dev/null || true") == ""
+
+
+@pytest.mark.parametrize("prepare", ["echo x > /logs", "ln -s /app /logs", "mkdir -p /logs; mkfifo /logs/verifier", "ln -s /nowhere /logs"])
+def test_the_agent_cannot_prepare_where_the_script_writes(sandbox, task, prepare):
+    ids = collect(sandbox, task)
+    sh(sandbox, prepare)
+    assert run_verbatim(sandbox, task, ids).report.passed == 2
