@@ -47,7 +47,7 @@ def zygote(tmp_path_factory):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **hostile_env},
+        env={**os.environ, **hostile_env, "TMPDIR": str(tmp_path_factory.mktemp("tmp"))},
         cwd=hostile,
     )
 
