@@ -158,18 +158,29 @@ def unpad(batch: Batch) -> list[dict[str, np.ndarray]]:
     return rows
 
 
-def plan_micro_batches(lengths: Sequence[int], indices: Sequence[int], max_tokens: int) -> list[list[int]]:
+def plan_micro_batches(lengths: Sequence[int], indices: Sequence[int], max_tokens: int, *, threads: int = 1) -> list[list[int]]:
     """Cut episodes into micro-batches whose padded size stays under a token budget, longest first.
 
     Args:
         lengths: Tokens of every episode.
         indices: The episodes to plan.
         max_tokens: Most tokens of a padded micro-batch; an episode longer than that gets one of its own.
+        threads: How many run at once: the budget is lowered until that many have equal work.
 
     Returns:
         Lists of indices. Every index appears exactly once; equal inputs give equal plans.
     """
     ordered = sorted(indices, key=lambda index: (-lengths[index], index))
+    plans = _cut(lengths, ordered, max_tokens)
+    most = min(-(-len(plans) // threads) * threads, len(ordered))
+    low, high = 1, max_tokens  # the smallest budget that needs no more than `most` micro-batches
+    while threads > 1 and low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_cut(lengths, ordered, middle)) <= most else (middle + 1, high)
+    return plans if threads == 1 else _cut(lengths, ordered, high)
+
+
+def _cut(lengths: Sequence[int], ordered: Sequence[int], max_tokens: int) -> list[list[int]]:
     plans: list[list[int]] = []
     for index in ordered:
         # Longest first: the first episode of a micro-batch sets its padded length.

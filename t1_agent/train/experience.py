@@ -19,6 +19,7 @@ from t1_agent.models.critic import Critic
 from t1_agent.routing.replay import ReplayReport
 from t1_agent.train.batch import Batch, build_batch, check_drift, plan_micro_batches
 from t1_agent.train.forward import actor_forward, critic_forward
+from t1_agent.train.replicas import Replicas
 from t1_agent.types import FloatArray, Trajectory
 
 
@@ -49,10 +50,10 @@ class Experience:
         """Tokens of each episode."""
         return [len(t.token_ids) for t in self.trajectories]
 
-    def micro_batches(self, indices: Sequence[int], max_tokens: int) -> list[Batch]:
+    def micro_batches(self, indices: Sequence[int], max_tokens: int, threads: int = 1) -> list[Batch]:
         """Batches that cover ``indices``, each checked against the ledger's digests."""
         batches = []
-        for plan in plan_micro_batches(self.lengths, indices, max_tokens):
+        for plan in plan_micro_batches(self.lengths, indices, max_tokens, threads=threads):
             batch = build_batch(self.trajectories, plan)
             check_drift(batch, self.trajectories)
             batches.append(batch)
@@ -64,24 +65,41 @@ def gather(parts: Sequence[FloatArray], batch: Batch) -> Tensor:
     return torch.from_numpy(np.concatenate([parts[index] for index in batch.episodes.tolist()]))
 
 
-@torch.no_grad()
 def evaluate_actor(
     actor: Any, trajectories: Sequence[Trajectory], *, max_tokens: int, temperature: float, replay: bool
 ) -> tuple[list[FloatArray], dict[str, float]]:
     """Log-probs of every episode's trainable tokens, and how routes were used.
 
+    Args:
+        actor: A transformers causal LM, or replicas of one.
+        trajectories: Episodes.
+        max_tokens: Padded tokens of one forward pass.
+        temperature: Sampling temperature.
+        replay: Replay recorded routes.
+
     Returns:
         (one float32 [n_e] array an episode, ``routing/*`` metrics).
     """
-    results: list[FloatArray | None] = [None] * len(trajectories)
+    actors: Replicas[Any] = actor if isinstance(actor, Replicas) else Replicas(actor, 1)
+    batches = _all_batches(trajectories, max_tokens, actors.count)
+    outputs = actors.run(lambda actor, batch: actor_forward(actor, batch, temperature=temperature, replay=replay), batches, cost)
+    results: dict[int, FloatArray] = {}
     tally = RouteTally()
-    for plan in plan_micro_batches([len(t.token_ids) for t in trajectories], range(len(trajectories)), max_tokens):
-        batch = build_batch(trajectories, plan)
-        output = actor_forward(actor, batch, temperature=temperature, replay=replay)
-        for index, part in zip(plan, batch.split(output.logprobs), strict=True):
-            results[index] = part
+    for batch, output in zip(batches, outputs, strict=True):
+        results.update(zip(batch.episodes.tolist(), batch.split(output.logprobs), strict=True))
         tally.add(output.routes)
-    return [part for part in results if part is not None], tally.metrics()
+    return [results[index] for index in range(len(trajectories))], tally.metrics()
+
+
+def cost(batch: Batch) -> int:
+    """Work of a batch, for dealing it out to threads: its padded tokens."""
+    return batch.input_ids.numel()
+
+
+def _all_batches(trajectories: Sequence[Trajectory], max_tokens: int, threads: int) -> list[Batch]:
+    lengths = [len(t.token_ids) for t in trajectories]
+    plans = plan_micro_batches(lengths, range(len(lengths)), max_tokens, threads=threads)
+    return [build_batch(trajectories, plan) for plan in plans]
 
 
 class RouteTally:
@@ -114,16 +132,16 @@ class RouteTally:
         }
 
 
-@torch.no_grad()
-def evaluate_critic(critic: Critic, trajectories: Sequence[Trajectory], *, max_tokens: int) -> list[FloatArray]:
+def evaluate_critic(critic: Critic | Replicas[Critic], trajectories: Sequence[Trajectory], *, max_tokens: int) -> list[FloatArray]:
     """The critic's output at every position of every episode, float32 [T_e] each."""
-    results: list[FloatArray | None] = [None] * len(trajectories)
-    for plan in plan_micro_batches([len(t.token_ids) for t in trajectories], range(len(trajectories)), max_tokens):
-        batch = build_batch(trajectories, plan)
-        values = critic_forward(critic, batch).cpu().numpy()
-        for row, index in enumerate(plan):
+    critics = critic if isinstance(critic, Replicas) else Replicas(critic, 1)
+    batches = _all_batches(trajectories, max_tokens, critics.count)
+    results: dict[int, FloatArray] = {}
+    for batch, output in zip(batches, critics.run(critic_forward, batches, cost), strict=True):
+        values = output.cpu().numpy()
+        for row, index in enumerate(batch.episodes.tolist()):
             results[index] = values[row, : int(batch.lengths[row])].copy()
-    return [part for part in results if part is not None]
+    return [results[index] for index in range(len(trajectories))]
 
 
 Estimate = tuple[list[FloatArray], list[FloatArray], list[FloatArray], dict[str, float]]
@@ -160,36 +178,36 @@ def estimate_group(trajectories: Sequence[Trajectory], config: PPOConfig) -> Est
 
 def prepare_experience(
     trajectories: tuple[Trajectory, ...],
-    actor: Any,
-    critic: Critic,
+    actors: Replicas[Any],
+    critics: Replicas[Critic],
     config: PPOConfig,
     *,
     max_tokens: int,
     temperature: float,
-    reference: Any | None = None,
+    references: Replicas[Any] | None = None,
 ) -> Experience:
     """Recompute what the update holds fixed: old log-probs, values, advantages, returns.
 
     Args:
         trajectories: Screened episodes, at least one.
-        actor: Policy that sampled them (its weights at the start of the update).
-        critic: Not used with a group baseline.
+        actors: Policy that sampled them (its weights at the start of the update).
+        critics: Not used with a group baseline.
         config: Objective and estimator.
         max_tokens: Padded tokens of one forward pass.
         temperature: Sampling temperature.
-        reference: Policy of the KL term; routes are its own (what was recorded belongs to another policy).
+        references: Policy of the KL term; routes are its own (what was recorded belongs to another policy).
     """
-    old, metrics = evaluate_actor(actor, trajectories, max_tokens=max_tokens, temperature=temperature, replay=config.replay_routes)
+    old, metrics = evaluate_actor(actors, trajectories, max_tokens=max_tokens, temperature=temperature, replay=config.replay_routes)
     rollout = [t.logprobs[t.loss_mask] for t in trajectories]
     metrics |= {f"mismatch/{name}": value for name, value in mismatch_metrics(old, rollout).items()}
     if config.advantage == "gae":
-        values = evaluate_critic(critic, trajectories, max_tokens=max_tokens)
+        values = evaluate_critic(critics, trajectories, max_tokens=max_tokens)
         advantages, returns, states, measured = estimate_gae(trajectories, values, config)
     else:
         advantages, returns, states, measured = estimate_group(trajectories, config)
     flat = np.concatenate(advantages)
     metrics |= measured | {"train/advantage_mean": float(flat.mean()), "train/advantage_std": float(flat.std())}
     against = None
-    if reference is not None:
-        against, _ = evaluate_actor(reference, trajectories, max_tokens=max_tokens, temperature=temperature, replay=False)
+    if references is not None:
+        against, _ = evaluate_actor(references, trajectories, max_tokens=max_tokens, temperature=temperature, replay=False)
     return Experience(trajectories, old, states, normalise(advantages), returns, against, metrics)

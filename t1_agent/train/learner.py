@@ -5,25 +5,45 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from t1_agent.algo.losses import kl_estimate, ppo_policy_loss, tis_weights, value_loss
 from t1_agent.config import OptimConfig, PPOConfig
 from t1_agent.models.actor_critic import ActorCritic
+from t1_agent.models.critic import Critic
 from t1_agent.routing.replay import ReplayReport
 from t1_agent.train.batch import Batch, screen, split_minibatches
-from t1_agent.train.experience import Experience, RouteTally, gather, prepare_experience
+from t1_agent.train.experience import Experience, RouteTally, cost, gather, prepare_experience
 from t1_agent.train.forward import actor_forward, clip_gradients, critic_forward, values_at_actions
+from t1_agent.train.replicas import Replicas
 from t1_agent.types import Trajectory
 from t1_env.errors import T1Error
 
 
 class LearnerError(T1Error, RuntimeError):
     """An update cannot be made; the message says what is inconsistent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorPart:
+    """One micro-batch's contribution to an actor step.
+
+    Args:
+        n_actions: Trainable tokens.
+        sums: Quantities summed over them.
+        ratio_max: Largest pi / pi_old.
+        routes: How routes were used, or None.
+    """
+
+    n_actions: int
+    sums: dict[str, float]
+    ratio_max: float
+    routes: ReplayReport | None
 
 
 class Averages:
@@ -33,11 +53,11 @@ class Averages:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._tokens = 0
 
-    def add(self, n_tokens: int, **sums: Tensor) -> None:
+    def add(self, n_tokens: int, sums: dict[str, float]) -> None:
         """Add sums over ``n_tokens`` tokens."""
         self._tokens += n_tokens
         for name, value in sums.items():
-            self._sums[name] += float(value.detach())
+            self._sums[name] += value
 
     def means(self, prefix: str) -> dict[str, float]:
         """``prefix/name`` -> mean a token."""
@@ -67,7 +87,9 @@ class Learner:
         self._ppo = ppo
         self._optim = optim
         self._temperature = temperature
-        self._reference = reference if ppo.kl_coef > 0 else None
+        self._references: Replicas[Any] | None = Replicas[Any](reference, optim.threads) if ppo.kl_coef > 0 else None
+        self._actors = Replicas(model.actor, optim.threads)
+        self._critics = Replicas(model.critic, optim.threads)
         self.actor_optimizer = _adamw(model.actor, optim.actor_lr, optim)
         self.critic_optimizer = _adamw(model.critic, optim.critic_lr, optim)
 
@@ -92,12 +114,12 @@ class Learner:
             raise LearnerError(f"none of {len(trajectories)} episodes can be learnt from: {screening.infra_failures} infra failures")
         experience = prepare_experience(
             screening.kept,
-            self.model.actor,
-            self.model.critic,
+            self._actors,
+            self._critics,
             self._ppo,
             max_tokens=self._optim.micro_batch_tokens,
             temperature=self._temperature,
-            reference=self._reference,
+            references=self._references,
         )
         metrics = screening.metrics() | experience.metrics
         rng = np.random.default_rng(seed)
@@ -119,14 +141,11 @@ class Learner:
         norms: list[float] = []
         for _ in range(self._optim.critic_epochs):
             for indices in split_minibatches(len(experience.trajectories), self._optim.critic_minibatches, rng):
-                batches = experience.micro_batches(indices, self._optim.micro_batch_tokens)
+                batches = experience.micro_batches(indices, self._optim.micro_batch_tokens, self._optim.threads)
                 total = sum(batch.n_actions for batch in batches)
-                for batch in batches:
-                    values = values_at_actions(critic_forward(self.model.critic, batch), batch)
-                    returns, old = gather(experience.returns, batch), gather(experience.state_values, batch)
-                    losses, clipped = value_loss(values, returns, old, self._ppo.value_clip)
-                    (losses.sum() / total).backward()  # type: ignore[no-untyped-call]
-                    averages.add(batch.n_actions, value_loss=losses.sum(), value_clip_fraction=clipped.sum())
+                work = partial(self._critic_backward, experience, total)
+                for part in self._critics.run(work, batches, cost, gradients=True):
+                    averages.add(*part)
                 norms.append(self._step(self.critic_optimizer, self.model.critic))
         return averages.means("train") | {"train/critic_grad_norm": float(np.mean(norms)), "train/critic_steps": float(len(norms))}
 
@@ -139,17 +158,17 @@ class Learner:
         for epoch in range(self._optim.epochs):
             epoch_kl = Averages()
             for indices in split_minibatches(len(experience.trajectories), self._optim.minibatches, rng):
-                batches = experience.micro_batches(indices, self._optim.micro_batch_tokens)
+                batches = experience.micro_batches(indices, self._optim.micro_batch_tokens, self._optim.threads)
                 total = sum(batch.n_actions for batch in batches)
                 drift = Averages()
-                for batch in batches:
-                    sums, highest, used = self._actor_backward(experience, batch, total)
-                    averages.add(batch.n_actions, **sums)
-                    epoch_kl.add(batch.n_actions, kl=sums["approx_kl"])
-                    drift.add(batch.n_actions, error=sums["log_ratio_abs"])
-                    ratio_max = max(ratio_max, highest)
-                    padding.append(batch.padding_share)
-                    routes.add(used)
+                work = partial(self._actor_backward, experience, total)
+                for part in self._actors.run(work, batches, cost, gradients=True):
+                    averages.add(part.n_actions, part.sums)
+                    epoch_kl.add(part.n_actions, {"kl": part.sums["approx_kl"]})
+                    drift.add(part.n_actions, {"error": part.sums["log_ratio_abs"]})
+                    ratio_max = max(ratio_max, part.ratio_max)
+                    routes.add(part.routes)
+                padding += [batch.padding_share for batch in batches]
                 if not norms:
                     ratio_error = self._check_first_ratio(drift)
                 norms.append(self._step(self.actor_optimizer, self.model.actor))
@@ -171,10 +190,18 @@ class Learner:
             }
         )
 
-    def _actor_backward(self, experience: Experience, batch: Batch, total: int) -> tuple[dict[str, Tensor], float, ReplayReport | None]:
-        """Add one micro-batch's share of the gradient. Returns sums over its tokens, its largest ratio, and how routes were used."""
+    def _critic_backward(self, experience: Experience, total: int, critic: Critic, batch: Batch) -> tuple[int, dict[str, float]]:
+        """Add one micro-batch's share of the gradient to ``critic``. Returns its tokens and sums over them."""
+        values = values_at_actions(critic_forward(critic, batch), batch)
+        returns, old = gather(experience.returns, batch), gather(experience.state_values, batch)
+        losses, clipped = value_loss(values, returns, old, self._ppo.value_clip)
+        (losses.sum() / total).backward()  # type: ignore[no-untyped-call]
+        return batch.n_actions, {"value_loss": float(losses.detach().sum()), "value_clip_fraction": float(clipped.sum())}
+
+    def _actor_backward(self, experience: Experience, total: int, actor: Any, batch: Batch) -> ActorPart:
+        """Add one micro-batch's share of the gradient to ``actor``."""
         config = self._ppo
-        output = actor_forward(self.model.actor, batch, temperature=self._temperature, replay=config.replay_routes)
+        output = actor_forward(actor, batch, temperature=self._temperature, replay=config.replay_routes)
         old = gather(experience.old_logprobs, batch)
         weights = None if config.tis_cap is None else tis_weights(old, batch.rollout_logprobs, config.tis_cap)
         policy = ppo_policy_loss(
@@ -203,7 +230,8 @@ class Learner:
         if weights is not None and config.tis_cap is not None:
             sums["tis_capped_fraction"] = (weights >= config.tis_cap).sum()
         (losses.sum() / total).backward()  # type: ignore[no-untyped-call]
-        return sums, float(policy.ratio.max()), output.routes
+        numbers = {name: float(value.detach()) for name, value in sums.items()}
+        return ActorPart(batch.n_actions, numbers, float(policy.ratio.max()), output.routes)
 
     def _check_first_ratio(self, drift: Averages) -> float:
         """Before the first step pi == pi_old: anything else means that the two are not computed alike, and the ratio is meaningless."""

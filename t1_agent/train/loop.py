@@ -79,6 +79,7 @@ class _Road:
             self.config.warmstart,
             seed=seed,
             micro_batch_tokens=self.config.optim.micro_batch_tokens,
+            threads=self.config.optim.threads,
             report=reporter(self.run, self.parts.say, "actor", every=20),
         )
         self.state.model.critic = make_critic(self.config, actor)
@@ -98,6 +99,7 @@ class _Road:
                 gamma=self.config.ppo.gamma,
                 gamma_level=self.config.ppo.gamma_level,
                 micro_batch_tokens=self.config.optim.micro_batch_tokens,
+                threads=self.config.optim.threads,
                 report=reporter(self.run, self.parts.say, "critic", every=1),
             )
             self.run.log("critic", 0, metrics | episode_metrics(rollouts) | {"time/seconds": time.perf_counter() - started})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +16,11 @@ from t1_agent.algo.losses import value_loss
 from t1_agent.algo.statistics import explained_variance
 from t1_agent.config import WarmstartConfig
 from t1_agent.models.critic import Critic
-from t1_agent.train.batch import build_batch, check_drift, plan_micro_batches, screen
-from t1_agent.train.experience import evaluate_critic, gather
+from t1_agent.train.batch import Batch, build_batch, check_drift, plan_micro_batches, screen
+from t1_agent.train.experience import cost, evaluate_critic, gather
 from t1_agent.train.forward import actor_forward, clip_gradients, critic_forward, values_at_actions
 from t1_agent.train.learner import Averages, LearnerError
+from t1_agent.train.replicas import Replicas
 from t1_agent.types import FloatArray, Trajectory
 
 Report = Callable[[int, int, dict[str, float]], None]
@@ -61,7 +63,8 @@ def warmstart_actor(
     config: WarmstartConfig,
     *,
     seed: int,
-    micro_batch_tokens: int = 4096,
+    micro_batch_tokens: int = 2048,
+    threads: int = 1,
     report: Report | None = None,
 ) -> dict[str, float]:
     """Teach the actor to write what the demonstrations' turns hold; the loss is on ``sampled`` tokens alone.
@@ -72,6 +75,7 @@ def warmstart_actor(
         config: Steps, learning rate, schedule.
         seed: Names the shuffles.
         micro_batch_tokens: Padded tokens of one forward and backward pass.
+        threads: Micro-batches computed side by side.
         report: Told of every step.
 
     Returns:
@@ -88,21 +92,18 @@ def warmstart_actor(
     lengths = [len(t.token_ids) for t in screening.kept]
     batches = bucketed_batches(lengths, config.actor_batch_episodes, np.random.default_rng(seed))
     optimizer = torch.optim.AdamW(actor.parameters(), lr=config.actor_lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True)
+    actors = Replicas(actor, threads)
     recent: list[dict[str, float]] = []
     for step in range(config.actor_steps):
         factor = learning_rate_factor(step, config.actor_steps, config.actor_lr_warmup_steps, config.schedule)
         for group in optimizer.param_groups:
             group["lr"] = config.actor_lr * factor
-        micro = [build_batch(screening.kept, plan) for plan in plan_micro_batches(lengths, next(batches), micro_batch_tokens)]
-        total = sum(batch.n_actions for batch in micro)
+        plans = plan_micro_batches(lengths, next(batches), micro_batch_tokens, threads=threads)
+        micro = [build_batch(screening.kept, plan) for plan in plans]
+        work = partial(_imitate, screening.kept, sum(batch.n_actions for batch in micro))
         averages = Averages()
-        for batch in micro:
-            check_drift(batch, screening.kept)
-            logprobs = actor_forward(actor, batch).logprobs
-            loss = -logprobs.sum()
-            (loss / total).backward()  # type: ignore[no-untyped-call]
-            # A token said with more than even odds is what greedy decoding says.
-            averages.add(batch.n_actions, loss=loss, confident=(logprobs > math.log(0.5)).sum())
+        for part in actors.run(work, micro, cost, gradients=True):
+            averages.add(*part)
         norm = clip_gradients(actor.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -114,6 +115,16 @@ def warmstart_actor(
     return summary | {"warmstart/steps": float(config.actor_steps), "warmstart/demonstrations": float(len(screening.kept))}
 
 
+def _imitate(demonstrations: Sequence[Trajectory], total: int, actor: Any, batch: Batch) -> tuple[int, dict[str, float]]:
+    """Add one micro-batch's share of the gradient. Returns its tokens and sums over them."""
+    check_drift(batch, demonstrations)
+    logprobs = actor_forward(actor, batch).logprobs
+    loss = -logprobs.sum()
+    (loss / total).backward()  # type: ignore[no-untyped-call]
+    # A token said with more than even odds is what greedy decoding says.
+    return batch.n_actions, {"loss": float(loss.detach()), "confident": float((logprobs > math.log(0.5)).sum())}
+
+
 def warmstart_critic(
     critic: Critic,
     rollouts: Sequence[Trajectory],
@@ -122,7 +133,8 @@ def warmstart_critic(
     seed: int,
     gamma: float = 1.0,
     gamma_level: Level = "turn",
-    micro_batch_tokens: int = 4096,
+    micro_batch_tokens: int = 2048,
+    threads: int = 1,
     report: Report | None = None,
 ) -> dict[str, float]:
     """Regress the critic on Monte-Carlo returns of the dense reward until held-out explained variance stops rising; keep the best.
@@ -135,6 +147,7 @@ def warmstart_critic(
         gamma: Discount of the returns; use that of the PPO objective.
         gamma_level: Where it applies.
         micro_batch_tokens: Padded tokens of one forward and backward pass.
+        threads: Micro-batches computed side by side.
         report: Told of every pass.
 
     Returns:
@@ -153,12 +166,13 @@ def warmstart_critic(
     n_held_out = min(max(1, round(config.critic_holdout * len(kept))), len(kept) - 1)
     held_out, training = order[:n_held_out], order[n_held_out:]
     optimizer = torch.optim.AdamW(critic.parameters(), lr=config.critic_lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True)
-    best = _measure(critic, kept, returns, held_out, micro_batch_tokens)
+    critics = Replicas(critic, threads)
+    best = _measure(critics, kept, returns, held_out, micro_batch_tokens)
     best_weights, since_best, passes = copy.deepcopy(critic.state_dict()), 0, 0
     while passes < config.critic_max_epochs and since_best < config.critic_patience:
-        loss = _critic_pass(critic, optimizer, kept, returns, training, config, rng, micro_batch_tokens)
+        loss = _critic_pass(critics, optimizer, kept, returns, training, config, rng, micro_batch_tokens)
         passes += 1
-        measured = _measure(critic, kept, returns, held_out, micro_batch_tokens)
+        measured = _measure(critics, kept, returns, held_out, micro_batch_tokens)
         since_best += 1
         # A constant critic's 0 is the floor; NaN (held-out returns that do not vary) never counts as a rise.
         if measured["critic/explained_variance"] > best["critic/explained_variance"] + 1e-3:
@@ -170,7 +184,7 @@ def warmstart_critic(
 
 
 def _critic_pass(
-    critic: Critic,
+    critics: Replicas[Critic],
     optimizer: torch.optim.Optimizer,
     kept: Sequence[Trajectory],
     returns: Sequence[FloatArray],
@@ -185,24 +199,30 @@ def _critic_pass(
     averages = Averages()
     for start in range(0, len(order), config.critic_batch_episodes):
         chosen = order[start : start + config.critic_batch_episodes]
-        batches = [build_batch(kept, plan) for plan in plan_micro_batches(lengths, chosen, micro_batch_tokens)]
-        total = sum(batch.n_actions for batch in batches)
-        for batch in batches:
-            losses, _ = value_loss(values_at_actions(critic_forward(critic, batch), batch), gather(returns, batch))
-            (losses.sum() / total).backward()  # type: ignore[no-untyped-call]
-            averages.add(batch.n_actions, loss=losses.sum())
-        clip_gradients(critic.parameters(), 1.0)
+        plans = plan_micro_batches(lengths, chosen, micro_batch_tokens, threads=critics.count)
+        batches = [build_batch(kept, plan) for plan in plans]
+        work = partial(_regress, returns, sum(batch.n_actions for batch in batches))
+        for part in critics.run(work, batches, cost, gradients=True):
+            averages.add(*part)
+        clip_gradients(critics.module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return averages.means("critic")["critic/loss"]
 
 
+def _regress(returns: Sequence[FloatArray], total: int, critic: Critic, batch: Batch) -> tuple[int, dict[str, float]]:
+    """Add one micro-batch's share of the gradient. Returns its tokens and the sum of their losses."""
+    losses, _ = value_loss(values_at_actions(critic_forward(critic, batch), batch), gather(returns, batch))
+    (losses.sum() / total).backward()  # type: ignore[no-untyped-call]
+    return batch.n_actions, {"loss": float(losses.detach().sum())}
+
+
 def _measure(
-    critic: Critic, kept: Sequence[Trajectory], returns: Sequence[FloatArray], held_out: Sequence[int], max_tokens: int
+    critics: Replicas[Critic], kept: Sequence[Trajectory], returns: Sequence[FloatArray], held_out: Sequence[int], max_tokens: int
 ) -> dict[str, float]:
     """Explained variance on held-out episodes, in all and by turn."""
     episodes = [kept[index] for index in held_out]
-    values = evaluate_critic(critic, episodes, max_tokens=max_tokens)
+    values = evaluate_critic(critics, episodes, max_tokens=max_tokens)
     masks = [t.loss_mask for t in episodes]
     predicted = np.concatenate([v[np.flatnonzero(m) - 1] for v, m in zip(values, masks, strict=True)])
     targets = np.concatenate([returns[index] for index in held_out])

@@ -145,3 +145,19 @@ def test_mixed_routes_and_misfits_raise():
     starts_sampled = toy_trajectory([("sampled", 0, [1, 2])], [1.0])
     with pytest.raises(ValueError, match="position 0"):
         build_batch([starts_sampled], [0])
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=40), budget=st.integers(1, 4096), threads=st.integers(1, 4))
+def test_plans_for_threads_are_complete_within_budget_and_as_many_as_can_run(lengths, budget, threads):
+    plans = plan_micro_batches(lengths, range(len(lengths)), budget, threads=threads)
+    assert sorted(itertools.chain.from_iterable(plans)) == list(range(len(lengths)))
+    for plan in plans:
+        assert len(plan) == 1 or max(lengths[i] for i in plan) * len(plan) <= budget
+    alone = plan_micro_batches(lengths, range(len(lengths)), budget)
+    assert len(alone) <= len(plans) <= max(len(alone) + threads - 1, len(alone))
+
+
+def test_a_small_batch_is_shared_between_threads():
+    plans = plan_micro_batches([100] * 16, range(16), 100_000, threads=2)
+    assert [len(plan) for plan in plans] == [8, 8]

@@ -65,7 +65,6 @@ def test_toml_file_and_values(tmp_path):
         (["--rollout.record_routes", "false"], "record_routes"),
         (["--rollout.max_context_tokens", "4096"], "max_positions"),
         (["--rollout.episodes", "10", "--rollout.group_size", "4"], "multiple of group_size"),
-        (["--tasks.eval_seed_start", "5"], "inside the training pool"),
     ],
 )
 def test_mistakes_are_named(args, message):

@@ -21,6 +21,7 @@ from t1_agent.train.batch import BatchError, build_batch  # noqa: E402
 from t1_agent.train.experience import evaluate_actor, evaluate_critic, prepare_experience  # noqa: E402
 from t1_agent.train.forward import actor_forward, clip_gradients, rows_that_matter  # noqa: E402
 from t1_agent.train.learner import Learner, LearnerError  # noqa: E402
+from t1_agent.train.replicas import Replicas, deal  # noqa: E402
 from t1_agent.train.warmstart import bucketed_batches, learning_rate_factor, warmstart_actor, warmstart_critic  # noqa: E402
 
 torch.set_num_threads(1)
@@ -259,7 +260,7 @@ def test_truncated_episodes_bootstrap_and_terminated_ones_do_not(model):
     torch.nn.init.ones_(model.critic.head.weight)
     segments = [("prompt", -1, [1, 2]), ("sampled", 0, [3]), ("env_content", 0, [4])]
     done, cut = (toy_trajectory(segments, [1.0], end_reason=reason) for reason in ("submitted", "turn_limit"))
-    experience = prepare_experience((done, cut), model.actor, model.critic, LIVE, max_tokens=100, temperature=1.0)
+    experience = prepare_experience((done, cut), Replicas(model.actor, 1), Replicas(model.critic, 1), LIVE, max_tokens=100, temperature=1.0)
     end_value = evaluate_critic(model.critic, [cut], max_tokens=100)[0][-1]
     assert experience.returns[0] == pytest.approx([1.0])
     assert experience.returns[1] == pytest.approx([1.0 + end_value], rel=1e-5)
@@ -337,3 +338,56 @@ def test_bucketed_batches_see_every_episode_once_a_pass():
     assert sorted(itertools.chain.from_iterable(next(stream) for _ in range(7))) == list(range(50))
     spread = [max(lengths[i] for i in batch) - min(lengths[i] for i in batch) for batch in one_pass]
     assert np.mean(spread) < 25
+
+
+# ----------------------------------------------------------------------------------------------------------------------- threads
+def test_two_threads_learn_the_same_and_are_deterministic(model):
+    episodes = GAME.play(model.actor, 64, seed=0)
+    alone, _ = one_step(model, episodes, OptimConfig(micro_batch_tokens=90), PPOConfig())
+    twice = [one_step(model, episodes, OptimConfig(micro_batch_tokens=90, threads=2), PPOConfig())[0] for _ in range(2)]
+    for (name, a), b, c in zip(twice[0].named_parameters(), twice[1].parameters(), alone.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        torch.testing.assert_close(a, c, atol=5e-4, rtol=1e-2, msg=name)
+
+
+def test_replicas_sum_gradients_and_follow_the_optimiser():
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 1)
+    replicas = Replicas(module, 3)
+    items = [torch.randn(3) for _ in range(7)]
+
+    def work(twin, item):
+        loss = twin(item).square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    losses = replicas.run(work, items, lambda item: 1, gradients=True)
+    expected = sum(module(item).square().sum() for item in items)
+    (gradient,) = torch.autograd.grad(expected, [module.weight])
+    torch.testing.assert_close(module.weight.grad, gradient)
+    with torch.no_grad():
+        assert losses == pytest.approx([float(module(item).square()) for item in items])
+        module.weight += 1.0
+    values = replicas.run(lambda twin, item: float(twin(item)), items, lambda item: 1)
+    with torch.no_grad():
+        assert values == pytest.approx([float(module(item)) for item in items])
+
+
+def test_an_error_in_a_thread_reaches_the_caller():
+    replicas = Replicas(torch.nn.Linear(1, 1), 2)
+
+    def fail(twin, item):
+        if item == 1:
+            raise RuntimeError("thread trouble")
+        return item
+
+    with pytest.raises(RuntimeError, match="thread trouble"):
+        replicas.run(fail, [0, 1], lambda item: 1)
+
+
+def test_dealing_is_even_and_complete():
+    hands = deal([5, 1, 4, 2, 3, 3], 2)
+    assert sorted(itertools.chain.from_iterable(hands)) == list(range(6))
+    sums = [sum([5, 1, 4, 2, 3, 3][i] for i in hand) for hand in hands]
+    assert sums == [9, 9]
+    assert deal([1], 3) == [[0], [], []]
