@@ -84,7 +84,7 @@ def substitute(text: str, variables: Mapping[str, str]) -> str:
 def parse_pairs(instruction: Instruction, variables: Mapping[str, str], name: str) -> dict[str, str]:
     """The variables that an ``ENV`` instruction sets, in either form (``ENV A=1 B="x y"``, ``ENV A x y``)."""
     first, _, rest = instruction.text.partition(" ")
-    if "=" not in first:
+    if "=" not in first and rest:
         pairs = {first: rest.strip()}
     else:
         pairs = {}

@@ -35,6 +35,7 @@ BASE_ENV: Final[Mapping[str, str]] = {
 """The environment inside; nothing of the host's is inherited."""
 
 _READ_BYTES: Final = 1 << 16
+_MAX_RESULT_BYTES: Final = wire.MAX_MESSAGE_BYTES // 4  # it travels as a JSON string, where quotes and backslashes double
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +213,12 @@ class Keeper:
         deadline = started + request["timeout_s"]
         try:
             with self._frozen():
-                result, reason = self._run_clone(order, deadline, request["timeout_s"])
+                result, reason = self._run_clone(order, deadline)
         except OSError as failure:
             result, reason = None, f"the clone could not be made: {failure}"
         return {"seconds": time.monotonic() - started, "result": result, "error": reason}, []
 
-    def _run_clone(self, order: clone.CloneRequest, deadline: float, timeout_s: float) -> tuple[str | None, str | None]:
+    def _run_clone(self, order: clone.CloneRequest, deadline: float) -> tuple[str | None, str | None]:
         read_fd, write_fd = os.pipe()
         config = self._config
         try:
@@ -227,21 +228,23 @@ class Keeper:
             os.close(write_fd)
             write_fd = -1
             try:
-                data = self._collect(read_fd, deadline)
+                data, reason = self._collect(read_fd, deadline)
             finally:
                 status = namespaces.kill_and_reap(pid)
         finally:
             os.close(read_fd)
             if write_fd >= 0:
                 os.close(write_fd)
-        if data is None:
-            return None, f"{order.entry} ran out of time ({timeout_s:g} s) and was killed"
+        if reason is not None:
+            return None, f"{order.entry} {reason}"
         if not data:
             return None, f"{order.entry} ended without a result ({_describe(status)})"
         return data.decode("ascii"), None
 
-    def _collect(self, fd: int, deadline: float) -> bytes | None:
-        """Read to the end of the pipe; None when the deadline passes first. Raises ``Disconnected`` if the host goes away."""
+    def _collect(self, fd: int, deadline: float) -> tuple[bytes, str | None]:
+        """Read to the end of the pipe, or say why not. Raises ``Disconnected`` if the host goes away."""
+        allowed_s = deadline - time.monotonic()
+        size_bytes = 0
         poller = select.poll()
         poller.register(fd, select.POLLIN)
         poller.register(self._sock, select.POLLRDHUP)
@@ -249,14 +252,17 @@ class Keeper:
         while True:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                return None
+                return b"", f"ran out of time ({allowed_s:.3g} s) and was killed"
             for ready, _ in poller.poll(remaining_s * 1000):
                 if ready != fd:
                     raise wire.Disconnected
                 chunk = os.read(fd, _READ_BYTES)
                 if not chunk:
-                    return b"".join(chunks)
+                    return b"".join(chunks), None
                 chunks.append(chunk)
+                size_bytes += len(chunk)
+                if size_bytes > _MAX_RESULT_BYTES:
+                    return b"", f"returned more than {_MAX_RESULT_BYTES >> 20} MiB"
 
     @contextlib.contextmanager
     def _frozen(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -167,6 +168,7 @@ def zygote_config() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def installation_paths() -> tuple[Path, ...]:
     """T1's own files on this machine: never visible in a sandbox, wherever they lie."""
     parent = _PACKAGE.parent

@@ -7,6 +7,7 @@ process. ``Cgroup.capabilities`` says which bounds are real.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -15,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-PREFIX: Final = "t1-"
+_PREFIX: Final = "t1"
 _FREEZE_TIMEOUT_S: Final = 5.0
 _REMOVE_TIMEOUT_S: Final = 2.0
 _V1_CONTROLLERS: Final = ("memory", "pids", "cpu", "freezer")
@@ -131,13 +132,12 @@ def apply_rlimits(limits: Limits, *, memory_is_bounded: bool) -> None:
         _lower(resource.RLIMIT_DATA, limits.memory_mb << 20)
 
 
-def process_stamp(pid: int) -> str | None:
-    """``pid-starttime``: names one process for as long as the machine is up; None if there is no such process."""
-    try:
-        fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return f"{pid}-{fields[19]}"
+def cgroup_name(pid: int, serial: int) -> str:
+    """Directory name for a sandbox of host process ``pid``; tells later starts whether that process still lives.
+
+    Holds the pid namespace, the pid and the start time, so that neither a reused pid nor a process of another container is mistaken.
+    """
+    return f"{_name_prefix()}{pid}-{_start_time(pid)}-{serial}"
 
 
 def remove_stale_cgroups() -> None:
@@ -145,16 +145,27 @@ def remove_stale_cgroups() -> None:
     parents_v1, parents_v2 = _parents()
     for parent in {*parents_v1.values(), *parents_v2}:
         try:
-            names = [name for name in os.listdir(parent) if name.startswith(PREFIX)]
+            names = [name for name in os.listdir(parent) if name.startswith(_name_prefix())]
         except OSError:
             continue
         for name in names:
-            pid = name.removeprefix(PREFIX).split("-")[0]
-            if pid.isdigit() and not name.startswith(f"{PREFIX}{process_stamp(int(pid))}-"):
+            pid, start_time = name.removeprefix(_name_prefix()).split("-")[:2]
+            if start_time != _start_time(int(pid)):
                 directory = os.path.join(parent, name)
                 for line in _read_or_empty(os.path.join(directory, "cgroup.procs")).split():
-                    os.kill(int(line), signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(line), signal.SIGKILL)
                 _rmdir(directory)
+
+
+def _name_prefix() -> str:
+    return f"{_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+def _start_time(pid: int) -> str:
+    """Field 22 of proc(5) stat; empty if there is no such process."""
+    fields = _read_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if fields else ""
 
 
 def _create_v1(cgroup: Cgroup, controller: str, directory: str, limits: Limits) -> None:

@@ -4,77 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import os
-import re
-import select
-import selectors
-import signal as signals
-import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, SandboxUnavailable
-from t1_env.sandbox import launcher, wire
+from t1_env.sandbox import checks, launcher, wire
 from t1_env.sandbox.base import CloneResult, ExecResult, SandboxProcess, SandboxSpec
-from t1_env.sandbox.init import STATUS_FORMAT
-from t1_env.sandbox.limits import PREFIX, process_stamp
+from t1_env.sandbox.link import Link
+from t1_env.sandbox.process import LocalProcess, drain, host_pid, read_ready
 
-_CLOSE_TIMEOUT_S: Final = 5.0
-_KILLED: Final = 128 + signals.SIGKILL
-_MAX_CHILD_FD: Final = 255
-_READ_BYTES: Final = 1 << 16
-_ERRNOS_OF_REFUSAL: Final = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOSPC, errno.ENODEV, errno.EUSERS})
-_counter: Final = itertools.count()
+_KILL_TIMEOUT_S: Final = 5.0
 
 
 class SandboxFileError(SandboxError, OSError):
     """A file could not be put into or read from a sandbox; ``errno`` and ``filename`` say why and which."""
-
-
-class LocalProcess:
-    """A process in a local sandbox; see ``SandboxProcess``."""
-
-    def __init__(self, pid: int, pidfd: int, status_fd: int, pty_fd: int | None) -> None:
-        self.pid = pid
-        self.pty_fd = pty_fd
-        self._pidfd = pidfd
-        self._status_fd = status_fd
-        self._exit_code: int | None = None
-        self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, wire.close_all, (pidfd, status_fd))
-
-    def poll(self) -> int | None:
-        """Exit status if it has ended (128 + n for a signal n), else None. Never blocks."""
-        return self.wait(0)
-
-    def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the end; None when the time ran out first. The end of the sandbox counts as death by SIGKILL."""
-        if self._exit_code is None:
-            poller = select.poll()
-            poller.register(self._status_fd, select.POLLIN)
-            if not poller.poll(None if timeout_s is None else max(timeout_s, 0) * 1000):
-                return None
-            with self._lock:
-                if self._exit_code is None:
-                    data = os.read(self._status_fd, STATUS_FORMAT.size)
-                    self._exit_code = STATUS_FORMAT.unpack(data)[0] if data else _KILLED
-        return self._exit_code
-
-    def kill(self, signal: int = signals.SIGKILL) -> None:
-        """Signal the process; a no-op once it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            signals.pidfd_send_signal(self._pidfd, signal)
-
-    def fileno(self) -> int:
-        """Descriptor that becomes readable when the process has ended (for ``select``); do not read from it."""
-        return self._status_fd
 
 
 class LocalSandbox:
@@ -98,9 +47,9 @@ class LocalSandbox:
 
     def __init__(self, spec: SandboxSpec | None = None) -> None:
         self.spec = spec if spec is not None else SandboxSpec()
-        _check_spec(self.spec)
+        checks.check_spec(self.spec)
         self.capabilities: frozenset[str] = frozenset({"clone", "freeze", "storage_limit", "network_off"})
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._closed = False
         self._start_lock = threading.Lock()
 
@@ -124,7 +73,7 @@ class LocalSandbox:
             if self._link is None:
                 if sys.platform != "linux":
                     raise SandboxUnavailable(f"the local sandbox needs Linux, this is {sys.platform}")
-                self._link, self.capabilities = _Link.open(self, self.spec)
+                self._link, self.capabilities = Link.open(self, self.spec)
 
     @property
     def alive(self) -> bool:
@@ -175,11 +124,11 @@ class LocalSandbox:
             finally:
                 wire.close_all(list(fds.values()))
             sinks = {out: bytearray(), err: bytearray()}
-            finished = _drain(process, sinks, deadline, max_output_bytes)
+            finished = drain(process, sinks, deadline, max_output_bytes)
             if not finished:
                 self._require_link().ask_init({"op": "kill_session", "pid": inner_pid})
-                process.wait(_CLOSE_TIMEOUT_S)
-                _read_ready(sinks, max_output_bytes)
+                process.wait(_KILL_TIMEOUT_S)
+                read_ready(sinks, max_output_bytes)
         return ExecResult(process.poll() if finished else None, bytes(sinks[out]), bytes(sinks[err]), timed_out=not finished)
 
     def put(self, source: Path | bytes, dest: str, *, mode: int | None = None) -> None:
@@ -190,11 +139,11 @@ class LocalSandbox:
         Raises:
             SandboxFileError: Missing source, full storage, or something in the way.
         """
-        _check_path(dest)
+        checks.check_path(dest)
         if isinstance(source, Path) and source.is_dir():
-            self._ask_files({"op": "put_tree", "source": str(source.resolve()), "dest": dest})
             if mode is not None:
                 raise ConfigError(f"put({str(source)!r}): mode applies to a single file, not to a directory")
+            self._ask_files({"op": "put_tree", "source": str(source.resolve()), "dest": dest})
             return
         if isinstance(source, Path):
             try:
@@ -217,7 +166,7 @@ class LocalSandbox:
         Raises:
             SandboxFileError: Missing, not a regular file, or larger than ``max_bytes`` (``EFBIG``).
         """
-        _check_path(path)
+        checks.check_path(path)
         _, fds = self._ask_files({"op": "get", "path": path})
         with os.fdopen(fds[0], "rb") as stream:
             data = stream.read(max_bytes + 1)
@@ -238,7 +187,7 @@ class LocalSandbox:
         link = self._require_link()
         sources = {}
         for target, source in (mounts or {}).items():
-            _check_path(target)
+            checks.check_path(target)
             if not Path(source).exists():
                 raise ConfigError(f"run_in_clone: mounts[{target!r}] = {str(source)!r} does not exist on the host")
             sources[target] = str(Path(source).resolve())
@@ -257,7 +206,7 @@ class LocalSandbox:
             self._link.close()
 
     # ---------------------------------------------------------------------------------------------------------------- internals
-    def _require_link(self) -> _Link:
+    def _require_link(self) -> Link:
         if self._link is None:
             raise SandboxDied("this sandbox was closed" if self._closed else "this sandbox is not started: call start() first")
         return self._link
@@ -272,7 +221,7 @@ class LocalSandbox:
         fds: Mapping[int, int] | None = None,
     ) -> tuple[LocalProcess, int]:
         targets = dict(fds or {})
-        _check_spawn(argv, env, targets)
+        checks.check_spawn(argv, env, targets)
         request = {
             "op": "spawn",
             "argv": list(argv),
@@ -284,7 +233,7 @@ class LocalSandbox:
         reply, received = self._require_link().ask_init(request, list(targets.values()))
         pidfd, status_fd, *pty = received
         os.set_blocking(status_fd, False)
-        return LocalProcess(_pid_of(pidfd), pidfd, status_fd, pty[0] if pty else None), int(reply["pid"])
+        return LocalProcess(host_pid(pidfd), pidfd, status_fd, pty[0] if pty else None), int(reply["pid"])
 
     def _ask_files(self, request: wire.Message, fds: Sequence[int] = ()) -> tuple[wire.Message, list[int]]:
         reply, received = self._require_link().ask_keeper(request, fds)
@@ -293,123 +242,6 @@ class LocalSandbox:
             raise SandboxFileError(reply.get("errno") or errno.EIO, f"{request['op']}: {reply['error']}", path)
         return reply, received
 
-
-class _Link:
-    """The descriptors that tie a host process to one running sandbox, and who may use them when."""
-
-    def __init__(self, keeper: socket.socket, init: socket.socket, keeper_pidfd: int) -> None:
-        self._owner = os.getpid()
-        self._keeper = keeper
-        self._init = init
-        self._keeper_pidfd = keeper_pidfd
-        self._keeper_lock = threading.Lock()
-        self._init_lock = threading.Lock()
-        self._close_lock = threading.Lock()
-        self._closed = False
-        _LINKS.add(self)
-
-    @classmethod
-    def open(cls, owner: LocalSandbox, spec: SandboxSpec) -> tuple[_Link, frozenset[str]]:
-        """Have a keeper forked and wait for its first message."""
-        ours, theirs = socket.socketpair()
-        fields = {
-            "workdir": spec.workdir,
-            "env": dict(spec.env),
-            "hostname": spec.hostname,
-            "memory_mb": spec.memory_mb,
-            "storage_mb": spec.storage_mb,
-            "max_processes": spec.max_processes,
-            "cpus": spec.cpus,
-            "hide": sorted({str(path) for given in (*spec.hide, *launcher.installation_paths()) for path in (given, given.resolve())}),
-        }
-        name = f"{PREFIX}{process_stamp(os.getpid())}-{next(_counter)}"
-        try:
-            with theirs:
-                launcher.LAUNCHER.request({"op": "start", "name": name, "spec": fields}, theirs.fileno())
-            ours.settimeout(launcher.START_TIMEOUT_S)
-            reply, fds = wire.receive(ours)
-            ours.settimeout(None)
-        except (wire.Disconnected, TimeoutError) as error:
-            ours.close()
-            raise SandboxError("the sandbox's keeper ended while starting; is the machine out of memory or processes?") from error
-        except BaseException:
-            ours.close()
-            raise
-        if "error" in reply:
-            ours.close()
-            if reply.get("errno") in _ERRNOS_OF_REFUSAL:
-                raise SandboxUnavailable(launcher.explain_refusal(reply["error"], reply["errno"]))
-            raise SandboxError(f"the sandbox could not be started: {reply['error']}")
-        link = cls(ours, socket.socket(fileno=fds[0]), fds[1])
-        weakref.finalize(owner, link.close)  # also runs at interpreter exit
-        return link, frozenset(reply["capabilities"])
-
-    @property
-    def alive(self) -> bool:
-        if self._closed or self._owner != os.getpid():
-            return False
-        poller = select.poll()
-        for sock in (self._keeper, self._init):
-            poller.register(sock, select.POLLRDHUP)
-        return not poller.poll(0)
-
-    def ask_keeper(self, request: wire.Message, fds: Sequence[int] = ()) -> tuple[wire.Message, list[int]]:
-        return self._ask(self._keeper, self._keeper_lock, request, fds)
-
-    def ask_init(self, request: wire.Message, fds: Sequence[int] = ()) -> tuple[wire.Message, list[int]]:
-        reply, received = self._ask(self._init, self._init_lock, request, fds)
-        if "error" in reply:
-            raise SandboxError(f"the sandbox could not do {request['op']!r}: {reply['error']}")
-        return reply, received
-
-    def _ask(self, sock: socket.socket, lock: threading.Lock, request: wire.Message, fds: Sequence[int]) -> tuple[wire.Message, list[int]]:
-        with lock:
-            if not self.alive:
-                raise SandboxDied("this sandbox is gone: it was closed, or its first process was killed")
-            try:
-                wire.send(sock, request, fds)
-                return wire.receive(sock)
-            except (wire.Disconnected, OSError) as error:
-                raise SandboxDied(f"the sandbox died while it was asked to {request['op']!r}") from error
-
-    def close(self) -> None:
-        with self._close_lock:
-            if self._closed or self._owner != os.getpid():
-                return
-            self._closed = True
-            # Not only for the keeper: a thread that waits for an answer wakes up too.
-            for sock in (self._keeper, self._init):
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-            poller = select.poll()
-            poller.register(self._keeper_pidfd, select.POLLIN)
-            if not poller.poll(_CLOSE_TIMEOUT_S * 1000):
-                with contextlib.suppress(OSError):
-                    signals.pidfd_send_signal(self._keeper_pidfd, signals.SIGKILL)
-            with self._keeper_lock, self._init_lock:
-                self._release()
-
-    def abandon(self) -> None:
-        """In a forked child: close the copies of the parent's descriptors."""
-        if not self._closed:
-            self._closed = True
-            self._release()
-
-    def _release(self) -> None:
-        self._keeper.close()
-        self._init.close()
-        os.close(self._keeper_pidfd)
-
-
-_LINKS: Final[weakref.WeakSet[_Link]] = weakref.WeakSet()
-
-
-def _abandon_links() -> None:
-    for link in list(_LINKS):
-        link.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_links)
 
 _reason_lock: Final = threading.Lock()
 _reason: list[str | None] = []
@@ -428,45 +260,6 @@ def unavailable_reason() -> str | None:
         return _reason[0]
 
 
-# -------------------------------------------------------------------------------------------------------------------------- details
-def _check_spec(spec: SandboxSpec) -> None:
-    if spec.network:
-        raise ConfigError("SandboxSpec.network=True: the local sandbox has loopback only; leave network off")
-    _check_path(spec.workdir)
-    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,62})", spec.hostname):
-        raise ConfigError(f"SandboxSpec.hostname must be 1 to 63 letters, digits, dots or hyphens, got {spec.hostname!r}")
-    for name, value, least in (
-        ("memory_mb", spec.memory_mb, 16),
-        ("storage_mb", spec.storage_mb, 1),
-        ("max_processes", spec.max_processes, 4),
-        ("cpus", spec.cpus, 0.01),
-    ):
-        if value is None and name in ("memory_mb", "cpus"):
-            continue
-        if not isinstance(value, (int, float)) or value < least:
-            raise ConfigError(f"SandboxSpec.{name} must be at least {least}, got {value!r}")
-    _check_env(spec.env)
-
-
-def _check_env(env: Mapping[str, str]) -> None:
-    for name, value in env.items():
-        if not name or "=" in name or "\0" in name or "\0" in value:
-            raise ConfigError(f"environment variable {name!r}={value!r}: a name must be non-empty without '=', and neither may hold NUL")
-
-
-def _check_path(path: str) -> None:
-    if not path.startswith("/") or "\0" in path:
-        raise ConfigError(f"a path inside a sandbox must be absolute and without NUL, got {path!r}")
-
-
-def _check_spawn(argv: Sequence[str], env: Mapping[str, str] | None, fds: Mapping[int, int]) -> None:
-    if isinstance(argv, str) or not argv or any("\0" in part for part in argv):
-        raise ConfigError(f"argv must be a non-empty sequence of strings without NUL, got {argv!r}")
-    if any(not 0 <= number <= _MAX_CHILD_FD for number in fds) or len(fds) > wire.MAX_DESCRIPTORS:
-        raise ConfigError(f"fds must map child descriptors 0..{_MAX_CHILD_FD} (at most {wire.MAX_DESCRIPTORS}), got {sorted(fds)}")
-    _check_env(env or {})
-
-
 def _memfd(data: bytes) -> int:
     fd = os.memfd_create("t1", os.MFD_CLOEXEC)
     view = memoryview(data)
@@ -474,46 +267,3 @@ def _memfd(data: bytes) -> int:
         view = view[os.write(fd, view) :]
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def _pid_of(pidfd: int) -> int:
-    for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii").splitlines():
-        if line.startswith("Pid:"):
-            return max(int(line.split()[1]), 0)
-    return 0
-
-
-def _drain(process: LocalProcess, sinks: Mapping[int, bytearray], deadline: float, max_bytes: int) -> bool:
-    """Collect output until the process has ended; False if the deadline passed first."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process, selectors.EVENT_READ)
-        for fd in sinks:
-            selector.register(fd, selectors.EVENT_READ)
-        while True:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                return False
-            for key, _ in selector.select(remaining_s):
-                if key.fileobj is process:
-                    _read_ready(sinks, max_bytes)
-                    return True
-                if not _read_some(key.fd, sinks[key.fd], max_bytes):
-                    selector.unregister(key.fd)
-
-
-def _read_ready(sinks: Mapping[int, bytearray], max_bytes: int) -> None:
-    """Take what has been written already; the readers are non-blocking."""
-    for fd, sink in sinks.items():
-        # Bounded: a background process that keeps writing must not keep us here.
-        for _ in range(1024):
-            try:
-                if not _read_some(fd, sink, max_bytes):
-                    break
-            except BlockingIOError:
-                break
-
-
-def _read_some(fd: int, sink: bytearray, max_bytes: int) -> bool:
-    data = os.read(fd, _READ_BYTES)
-    sink += data[: max(max_bytes - len(sink), 0)]
-    return bool(data)

@@ -9,6 +9,7 @@ import array
 import ctypes
 import fcntl
 import os
+import platform
 import socket
 import struct
 from collections.abc import Iterable
@@ -49,6 +50,9 @@ RESOLVE_IN_ROOT: Final = 0x10
 # Numbers above 423 are the same on every architecture.
 _SYS_OPENAT2: Final = 437
 _SYS_MOUNT_SETATTR: Final = 442
+
+_SYS_KEYCTL: Final = {"x86_64": 250, "aarch64": 219, "riscv64": 219}
+_KEYCTL_JOIN_SESSION_KEYRING: Final = 1
 
 _AT_FDCWD: Final = -100
 _AT_RECURSIVE: Final = 0x8000
@@ -197,6 +201,10 @@ def set_hostname(name: str) -> None:
 
 def drop_privileges() -> None:
     """Keep the default capabilities of a container, forbid gaining any, and make this process unreadable to its own children."""
+    number = _SYS_KEYCTL.get(platform.machine())
+    if number is not None:
+        # A session keyring of its own instead of the host's. Kernels without keyrings refuse, and have nothing to leak.
+        _libc.syscall(ctypes.c_long(number), ctypes.c_int(_KEYCTL_JOIN_SESSION_KEYRING), None)
     for capability in range(64):
         if capability not in KEPT_CAPABILITIES and _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
             break  # past the kernel's last capability

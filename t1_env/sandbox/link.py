@@ -1,0 +1,161 @@
+"""The host process's hold on one running sandbox: two sockets, and the promise that closing them ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import select
+import signal
+import socket
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Final
+
+from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable
+from t1_env.sandbox import launcher, wire
+from t1_env.sandbox.base import SandboxSpec
+from t1_env.sandbox.limits import cgroup_name
+
+_CLOSE_TIMEOUT_S: Final = 5.0
+_ERRNOS_OF_REFUSAL: Final = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOSPC, errno.ENODEV, errno.EUSERS})
+_serial: Final = itertools.count()
+
+
+class Link:
+    """The descriptors that tie a host process to one running sandbox, and who may use them when."""
+
+    def __init__(self, keeper: socket.socket, init: socket.socket, keeper_pidfd: int) -> None:
+        self._owner = os.getpid()
+        self._keeper = keeper
+        self._init = init
+        self._keeper_pidfd = keeper_pidfd
+        self._keeper_lock = threading.Lock()
+        self._init_lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._closed = False
+        _links.add(self)
+
+    @classmethod
+    def open(cls, owner: object, spec: SandboxSpec) -> tuple[Link, frozenset[str]]:
+        """Have a keeper forked and wait for its first message.
+
+        Args:
+            owner: When this object is garbage-collected, or the interpreter exits, the sandbox is closed.
+            spec: What to build.
+
+        Returns:
+            The link and the sandbox's capabilities.
+
+        Raises:
+            SandboxUnavailable: The kernel refused something; says what to enable.
+            SandboxError: The sandbox could not be started for another reason.
+        """
+        ours, theirs = socket.socketpair()
+        fields = {
+            "workdir": spec.workdir,
+            "env": dict(spec.env),
+            "hostname": spec.hostname,
+            "memory_mb": spec.memory_mb,
+            "storage_mb": spec.storage_mb,
+            "max_processes": spec.max_processes,
+            "cpus": spec.cpus,
+            "hide": sorted({str(path) for given in (*spec.hide, *launcher.installation_paths()) for path in (given, given.resolve())}),
+        }
+        name = cgroup_name(os.getpid(), next(_serial))
+        try:
+            with theirs:
+                launcher.LAUNCHER.request({"op": "start", "name": name, "spec": fields}, theirs.fileno())
+            ours.settimeout(launcher.START_TIMEOUT_S)
+            reply, fds = wire.receive(ours)
+            ours.settimeout(None)
+        except (wire.Disconnected, TimeoutError) as error:
+            ours.close()
+            raise SandboxError("the sandbox's keeper ended while starting; is the machine out of memory or processes?") from error
+        except BaseException:
+            ours.close()
+            raise
+        if "error" in reply:
+            ours.close()
+            if reply.get("errno") in _ERRNOS_OF_REFUSAL:
+                raise SandboxUnavailable(launcher.explain_refusal(reply["error"], reply["errno"]))
+            raise SandboxError(f"the sandbox could not be started: {reply['error']}")
+        link = cls(ours, socket.socket(fileno=fds[0]), fds[1])
+        weakref.finalize(owner, link.close)  # also runs at interpreter exit
+        return link, frozenset(reply["capabilities"])
+
+    @property
+    def alive(self) -> bool:
+        """Whether keeper and pid 1 are both there, and this is the process that started them."""
+        if self._closed or self._owner != os.getpid():
+            return False
+        poller = select.poll()
+        try:
+            for sock in (self._keeper, self._init):
+                poller.register(sock, select.POLLRDHUP)
+        except ValueError:  # closed by another thread since the check above
+            return False
+        return not poller.poll(0)
+
+    def ask_keeper(self, request: wire.Message, fds: Sequence[int] = ()) -> tuple[wire.Message, list[int]]:
+        """Send a request to the keeper and return its reply, which may be an error, and descriptors."""
+        return self._ask(self._keeper, self._keeper_lock, request, fds)
+
+    def ask_init(self, request: wire.Message, fds: Sequence[int] = ()) -> tuple[wire.Message, list[int]]:
+        """Send a request to pid 1 and return its reply and descriptors; raises ``SandboxError`` when it could not be done."""
+        reply, received = self._ask(self._init, self._init_lock, request, fds)
+        if "error" in reply:
+            raise SandboxError(f"the sandbox could not do {request['op']!r}: {reply['error']}")
+        return reply, received
+
+    def _ask(self, sock: socket.socket, lock: threading.Lock, request: wire.Message, fds: Sequence[int]) -> tuple[wire.Message, list[int]]:
+        with lock:
+            if not self.alive:
+                raise SandboxDied("this sandbox is gone: it was closed, or its first process was killed")
+            try:
+                wire.send(sock, request, fds)
+                return wire.receive(sock)
+            except (wire.Disconnected, OSError) as error:
+                raise SandboxDied(f"the sandbox died while it was asked to {request['op']!r}") from error
+
+    def close(self) -> None:
+        """End the sandbox and wait until nothing of it is left. Idempotent, never raises."""
+        with self._close_lock:
+            if self._closed or self._owner != os.getpid():
+                return
+            self._closed = True
+            # Not only for the keeper: a thread that waits for an answer wakes up too.
+            for sock in (self._keeper, self._init):
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            poller = select.poll()
+            poller.register(self._keeper_pidfd, select.POLLIN)
+            if not poller.poll(_CLOSE_TIMEOUT_S * 1000):
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(self._keeper_pidfd, signal.SIGKILL)
+            with self._keeper_lock, self._init_lock:
+                self._release()
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the parent's descriptors."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    def _release(self) -> None:
+        self._keeper.close()
+        self._init.close()
+        os.close(self._keeper_pidfd)
+
+
+_links: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
+
+
+def _abandon_links() -> None:
+    for link in list(_links):
+        link.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_links)
