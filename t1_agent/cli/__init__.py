@@ -1,0 +1,1 @@
+"""`t1-agent`: parses and calls, nothing else."""

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def _result_rows(evaluations: Mapping[str, EvalResult]) -> list[dict[str, Any]]:
 def _differences(evaluations: Mapping[str, EvalResult]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     tags = list(evaluations)
-    for before, after in zip(tags, tags[1:], strict=False):
+    for before, after in pairwise(tags):
         for held_out, label in ((False, "held-out instances"), (True, "held-out family")):
             interval = _compare_or_none(evaluations[before], evaluations[after], held_out)
             if interval is not None:
