@@ -78,6 +78,7 @@ class Keeper:
         self._config = config
         self._cgroup = limits.Cgroup()
         self._clone_cgroup = limits.Cgroup()
+        self._in_clone_cgroup = False
         self._init_pid = 0
         self._init_sock: socket.socket | None = None
         self._root_fd = -1
@@ -141,6 +142,8 @@ class Keeper:
         """Kill everything inside and remove the cgroups; the mounts go with the process."""
         if self._init_pid:
             namespaces.kill_and_reap(self._init_pid)
+        if self._in_clone_cgroup:
+            self._clone_cgroup.leave()
         self._clone_cgroup.remove()
         self._cgroup.remove()
 
@@ -198,6 +201,10 @@ class Keeper:
             clone.resolve_entry(request["entry"])
         except Exception as error:  # noqa: BLE001  (importing may raise anything; it is reported to the caller as the clone's error)
             return {"seconds": 0.0, "result": None, "error": f"{request['entry']}: {type(error).__name__}: {error}"}, []
+        if not self._in_clone_cgroup:
+            # Once, and for the keeper itself: joining a cgroup waits for all CPUs, too long to do it in every clone. Clones inherit it.
+            limits.join(self._clone_cgroup.procs_fds)
+            self._in_clone_cgroup = True
         config, spec = self._config, self._config.spec
         order = clone.CloneRequest(
             entry=request["entry"],
@@ -222,9 +229,7 @@ class Keeper:
         read_fd, write_fd = os.pipe()
         config = self._config
         try:
-            pid = namespaces.fork_pid_1(
-                lambda: clone.run_clone(order, config.template, config.interpreter, write_fd), procs_fds=self._clone_cgroup.procs_fds
-            )
+            pid = namespaces.fork_pid_1(lambda: clone.run_clone(order, config.template, config.interpreter, write_fd))
             os.close(write_fd)
             write_fd = -1
             try:

@@ -44,12 +44,14 @@ class Cgroup:
         capabilities: Which of "memory_limit", "process_limit" and "cpu_limit" hold.
         freezer: Path of the file that freezes, or None.
         procs_fds: Open descriptors of the ``cgroup.procs`` files: a process joins by writing "0".
+        homes: Paths of the ``cgroup.procs`` files of the process that made the directories.
     """
 
     directories: list[str] = field(default_factory=list)
     capabilities: set[str] = field(default_factory=set)
     freezer: str | None = None
     procs_fds: list[int] = field(default_factory=list)
+    homes: list[str] = field(default_factory=list)
 
     def freeze(self) -> None:
         """Stop every process; returns once none of them can run.
@@ -76,6 +78,11 @@ class Cgroup:
         """Let the processes run again."""
         if self.freezer is not None:
             _write(self.freezer, "0" if self.freezer.endswith("cgroup.freeze") else "THAWED")
+
+    def leave(self) -> None:
+        """Move the calling process, which had joined, back to where it came from."""
+        for home in self.homes:
+            _try_write(home, "0")
 
     def remove(self) -> None:
         """Remove the directories; every process in them has been killed."""
@@ -168,6 +175,11 @@ def _start_time(pid: int) -> str:
     return fields[19] if fields else ""
 
 
+def prefer_as_victim() -> None:
+    """Have the kernel kill this process and its children first when their cgroup runs out of memory; the keeper shares a clone's."""
+    _try_write("/proc/self/oom_score_adj", "500")
+
+
 def _create_v1(cgroup: Cgroup, controller: str, directory: str, limits: Limits) -> None:
     if not _mkdir(directory):
         return
@@ -186,6 +198,7 @@ def _create_v1(cgroup: Cgroup, controller: str, directory: str, limits: Limits) 
     elif controller == "freezer":
         cgroup.freezer = f"{directory}/freezer.state"
     cgroup.procs_fds.append(os.open(f"{directory}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+    cgroup.homes.append(f"{os.path.dirname(directory)}/cgroup.procs")
 
 
 def _create_v2(cgroup: Cgroup, parents: list[str], name: str, limits: Limits, *, freezer: bool) -> None:
@@ -204,6 +217,7 @@ def _create_v2(cgroup: Cgroup, parents: list[str], name: str, limits: Limits, *,
             continue
         cgroup.directories.append(directory)
         cgroup.procs_fds.append(procs_fd)
+        cgroup.homes.append(f"{parents[-1]}/cgroup.procs")
         if limits.memory_mb is not None and _try_write(f"{directory}/memory.max", str(limits.memory_mb << 20)):
             _try_write(f"{directory}/memory.swap.max", "0")
             cgroup.capabilities.add("memory_limit")

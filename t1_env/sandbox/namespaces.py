@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NoReturn
 
-from t1_env.sandbox import limits, syscalls
+from t1_env.sandbox import syscalls
 
 ALL: Final = (
     syscalls.CLONE_NEWNS
@@ -23,7 +23,7 @@ ALL: Final = (
 _PID: Final = struct.Struct("=i")
 
 
-def fork_pid_1(body: Callable[[], NoReturn], *, procs_fds: Sequence[int] = ()) -> int:
+def fork_pid_1(body: Callable[[], NoReturn]) -> int:
     """Fork a child that is pid 1 of new namespaces and runs ``body`` there.
 
     A pid namespace starts with the *next* child of the process that asked for it, and asking twice is refused; so a middleman asks,
@@ -32,7 +32,6 @@ def fork_pid_1(body: Callable[[], NoReturn], *, procs_fds: Sequence[int] = ()) -
 
     Args:
         body: Never returns.
-        procs_fds: cgroup.procs descriptors that the child joins.
 
     Returns:
         Pid of the child, as the caller sees it.
@@ -44,7 +43,7 @@ def fork_pid_1(body: Callable[[], NoReturn], *, procs_fds: Sequence[int] = ()) -
     go_read, go_write = os.pipe()
     middleman = os.fork()
     if middleman == 0:
-        _middleman(body, procs_fds, pid_write, go_read, go_write)
+        _middleman(body, pid_write, go_read, go_write)
     os.close(pid_write)
     os.close(go_read)
     try:
@@ -66,10 +65,9 @@ def kill_and_reap(pid: int) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def _middleman(body: Callable[[], NoReturn], procs_fds: Sequence[int], pid_write: int, go_read: int, go_write: int) -> NoReturn:
+def _middleman(body: Callable[[], NoReturn], pid_write: int, go_read: int, go_write: int) -> NoReturn:
     code = 1
     try:
-        limits.join(list(procs_fds))
         syscalls.unshare(ALL)
         pid = os.fork()
         if pid == 0:
