@@ -108,7 +108,8 @@ class Keeper:
         with os.fdopen(report_read, "rb") as stream:
             report = stream.read()
         if report != b"ok":
-            raise OSError(0, report.decode("utf-8", "replace") or "pid 1 ended at once")
+            code, _, text = report.decode("utf-8", "replace").partition(" ")
+            raise OSError(int(code or 0), text or "pid 1 ended at once", "pid 1 of the sandbox")
         capabilities = {"clone", "freeze", "storage_limit", "network_off", *self._cgroup.capabilities}
         if not config.privileged:
             capabilities.add("process_limit")  # RLIMIT_NPROC holds for everybody but root
@@ -162,7 +163,7 @@ class Keeper:
             syscalls.bring_loopback_up()
             syscalls.drop_privileges()
         except OSError as error:
-            os.write(report_fd, f"{error.strerror}: {error.filename or 'pid 1'}".encode())
+            os.write(report_fd, f"{error.errno or 0} {error.strerror}: {error.filename}".encode())
             os._exit(1)
         os.write(report_fd, b"ok")
         os.close(report_fd)

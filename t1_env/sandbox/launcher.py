@@ -158,6 +158,8 @@ def zygote_config() -> dict[str, Any]:
     for candidate in sorted({str(Path(entry).resolve()) for entry in wanted}, key=len):
         if Path(candidate).is_dir() and not any(candidate == root or candidate.startswith(f"{root}/") for root in roots):
             roots.append(candidate)
+    # The standard library and site-packages first: a module of the caller's must not stand in for one of those in the zygote.
+    path.sort(key=lambda entry: not any(entry == root or entry.startswith(f"{root}/") for root in roots))
     return {
         "path": path,
         "package": str(_PACKAGE),

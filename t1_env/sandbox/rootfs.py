@@ -162,6 +162,8 @@ def build_root(template: Template, *, storage_mb: int, workdir: str, hostname: s
 
 def lowers_of(template: Template, layer: str) -> tuple[str, ...]:
     """The read-only directories under a sandbox's own writes to ``layer``, topmost first."""
+    if os.path.isdir(f"{template.store}/empty/{layer}"):
+        return (f"{template.store}/empty/{layer}",)
     mask = f"{template.store}/mask/{layer}"
     return (mask, template.lower(layer)) if os.path.isdir(mask) else (template.lower(layer),)
 
@@ -275,7 +277,10 @@ def _make_masks(template: Template, hide: Iterable[str]) -> None:
     """
     for path in sorted(hide):
         layer, _, rest = os.path.normpath(path).lstrip("/").partition("/")
-        if layer not in template.layers or not rest:
+        if layer not in template.layers:
+            continue
+        if not rest:
+            os.makedirs(f"{template.store}/empty/{layer}", 0o755)
             continue
         lower, mask = template.lower(layer), f"{template.store}/mask/{layer}"
         if not os.path.lexists(f"{lower}/{rest}"):

@@ -292,6 +292,12 @@ def test_hidden_paths_do_not_exist_inside_nor_in_clones():
     assert visible.exists()
 
 
+def test_a_whole_system_directory_can_be_hidden():
+    with LocalSandbox(SandboxSpec(hide=(Path("/opt"), Path("/")))) as box:
+        assert sh(box, "ls -A /opt; touch /opt/mine; ls /opt") == "mine\n"
+        assert box.run_in_clone("t1_env.sandbox.probe:execute", {"argv": ["ls", "/opt"]}).payload["stdout"] == "mine\n"
+
+
 def test_t1_itself_is_always_hidden():
     import t1_env
     from t1_env.sandbox.launcher import installation_paths
