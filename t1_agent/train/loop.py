@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from t1_agent.config import RunConfig
 from t1_agent.train.checkpoint import list_checkpoints
@@ -35,10 +36,14 @@ def train(config: RunConfig, run: RunDir, parts: Parts) -> TrainState:
         The final state.
     """
     torch.set_num_threads(config.threads)
+    # A bar for every checkpoint would bury the lines of progress.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.tensorboard and not run.open_tensorboard():
         parts.say("TensorBoard is not installed: curves go to metrics.jsonl alone (pip install tensorboard)")
-    fresh = not list_checkpoints(run.checkpoints)
-    demonstrations = parts.demonstrate(derive_seed(config.seed, "demonstrations")) if fresh else []
+    demonstrations: list[Trajectory] = []
+    if not list_checkpoints(run.checkpoints):
+        run.truncate_metrics(0)  # lines of an attempt that died before its first checkpoint
+        demonstrations = parts.demonstrate(derive_seed(config.seed, "demonstrations"))
     state = restore_or_start(config, run, parts.build_actor)
     collector, evaluator, sink = parts.connect(state.model.actor)
     road = _Road(config, run, parts, state, collector, evaluator, sink)

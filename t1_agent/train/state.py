@@ -95,7 +95,6 @@ def restore_or_start(config: RunConfig, run: RunDir, build_actor: Callable[[int]
     model = ActorCritic(actor, make_critic(config, actor))
     found = list_checkpoints(run.checkpoints)
     if not found:
-        run.truncate_metrics(0)
         return TrainState(config, run, model, None, Progress(-1, "start", 0, 0, 0, config.digest()))
     loaded, saved, progress = load_checkpoint(found[-1])
     if progress.config_digest != config.digest():

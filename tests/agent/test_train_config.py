@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +102,16 @@ def test_no_component_has_more_than_twenty_fields_and_each_is_documented():
 def test_importing_the_configuration_loads_no_torch():
     code = "import sys, t1_agent.config as c; c.load_config(['@quickstart']); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_documented_table_is_that_of_the_types():
+    manual = Path(__file__).parents[2] / "docs" / "training.md"
+    if not manual.exists():
+        pytest.skip("docs are not beside the tests")
+    documented = manual.read_text(encoding="utf-8")
+    for name, field in RunConfig.model_fields.items():
+        nested = getattr(field.annotation, "model_fields", None)
+        for key, entry in ({name: field} if nested is None else {f"{name}.{key}": entry for key, entry in nested.items()}).items():
+            meaning = entry.description.replace("|", "\\|")
+            default = "none" if entry.default is None else json.dumps(entry.default)
+            assert f"| `{key}` | `{default}` | {meaning} |" in documented, f"docs/training.md: the row of {key} is missing or old"
