@@ -73,7 +73,6 @@ class StableBaselines:
     base_callback: Any
     monitor: Any
     dummy_vec_env: Any
-    vec_normalize: Any
 
 
 def require_sb3() -> StableBaselines:
@@ -82,12 +81,12 @@ def require_sb3() -> StableBaselines:
         from stable_baselines3 import PPO
         from stable_baselines3.common.callbacks import BaseCallback
         from stable_baselines3.common.monitor import Monitor
-        from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+        from stable_baselines3.common.vec_env import DummyVecEnv
     except ImportError as error:
         raise DependencyMissing(
             f"Stable-Baselines3 cannot be imported ({error.name} is missing): python -m pip install 't1-terminal[sb3]'"
         ) from error
-    return StableBaselines(PPO, BaseCallback, Monitor, DummyVecEnv, VecNormalize)
+    return StableBaselines(PPO, BaseCallback, Monitor, DummyVecEnv)
 
 
 def train(task_id: str, *, timesteps: int, seed: int, max_turns: int = 8, n_steps: int = 128) -> tuple[list[EpisodeRecord], list[str]]:
@@ -121,7 +120,6 @@ def train(task_id: str, *, timesteps: int, seed: int, max_turns: int = 8, n_step
     menu = build_menu(task_id, seed)
     env: Any = sb3.dummy_vec_env([lambda: sb3.monitor(make_sb3_env(task_id, menu, max_turns=max_turns))])
     try:
-        env = sb3.vec_normalize(env, norm_obs=True, norm_reward=False, norm_obs_keys=["screen"])
         learner = sb3.ppo(
             "MultiInputPolicy", env, n_steps=n_steps, batch_size=64, learning_rate=1e-3, ent_coef=0.02, gamma=0.95, seed=seed, device="cpu"
         )

@@ -48,18 +48,23 @@ class ArrayObservation(
 
     Args:
         env: An environment with T1Terminal's observation space.
+        scaled: Give ``screen`` as float32 in [0, 1] instead of classes, for networks that take it as it is: with inputs up to 95,
+            SB3's PPO does not learn even the smallest task.
         max_turns: Turns that count as all of them; default the environment's own limit.
     """
 
-    def __init__(self, env: gym.Env[dict[str, Any], Any], *, max_turns: int | None = None) -> None:
-        gym.utils.RecordConstructorArgs.__init__(self, max_turns=max_turns)
+    def __init__(self, env: gym.Env[dict[str, Any], Any], *, scaled: bool = False, max_turns: int | None = None) -> None:
+        gym.utils.RecordConstructorArgs.__init__(self, scaled=scaled, max_turns=max_turns)
         super().__init__(env)
         shape = require_terminal_space(env, "ArrayObservation")
         self._max_turns = max_turns or int(env.get_wrapper_attr("config").max_turns)
         self._max_output = math.log1p(shape.output_chars)
+        self._scaled = scaled
+        cells = (shape.rows * shape.cols,)
+        screen = gym.spaces.Box(0.0, 1.0, cells, np.float32) if scaled else gym.spaces.Box(0, SCREEN_CLASSES - 1, cells, np.uint8)
         space: Any = gym.spaces.Dict(
             {
-                "screen": gym.spaces.Box(0, SCREEN_CLASSES - 1, shape=(shape.rows * shape.cols,), dtype=np.uint8),
+                "screen": screen,
                 "status": gym.spaces.Box(0.0, 1.0, shape=(STATUS_SIZE,), dtype=np.float32),
             }
         )
@@ -75,7 +80,10 @@ class ArrayObservation(
         status[3] = exit_code == NO_EXIT_CODE
         status[4] = math.log1p(len(observation["output"])) / self._max_output
         status[5 + int(observation["state"])] = 1.0
-        return {"screen": screen_classes(observation["screen"]), "status": status}
+        screen: npt.NDArray[Any] = screen_classes(observation["screen"])
+        if self._scaled:
+            screen = screen.astype(np.float32) / (SCREEN_CLASSES - 1)
+        return {"screen": screen, "status": status}
 
 
 class MenuAction(gym.ActionWrapper[Any, Any, Action], gym.utils.RecordConstructorArgs):
@@ -124,7 +132,7 @@ def make_sb3_env(task: Any, menu: Sequence[Action], *, submit: bool = True, **kw
     """
     env: gym.Env[Any, Any] = gym.make("T1Terminal-v0", task=task, **kwargs)
     try:
-        return MenuAction(ArrayObservation(env), menu, submit=submit)
+        return MenuAction(ArrayObservation(env, scaled=True), menu, submit=submit)
     except BaseException:
         env.close()
         raise

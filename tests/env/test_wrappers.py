@@ -120,6 +120,14 @@ def test_screen_classes_are_in_range_and_ascii_keeps_its_order(codes: list[int])
             assert found == (0 if code in (0, 32) else SCREEN_CLASSES - 1)
 
 
+def test_a_scaled_screen_is_the_same_between_0_and_1() -> None:
+    plain, scaled = ArrayObservation(Scripted()), ArrayObservation(Scripted(), scaled=True)
+    one, other = plain.reset(seed=0)[0]["screen"], scaled.reset(seed=0)[0]["screen"]
+    assert (other.dtype, float(other.max()) <= 1.0) == (np.float32, True)
+    np.testing.assert_allclose(other * (SCREEN_CLASSES - 1), one, rtol=1e-6)
+    assert scaled.reset()[0] in scaled.observation_space
+
+
 def test_array_observation_is_flat_and_in_its_space() -> None:
     env = ArrayObservation(Scripted())
     observation, _ = env.reset(seed=0)
