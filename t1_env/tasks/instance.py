@@ -12,8 +12,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from t1_env.errors import TaskError
 from t1_env.tasks.task import Slip
-from t1_env.tasks.words import NAMES, PLACES, USERS
+from t1_env.tasks.words import NAMES, PLACES
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,15 @@ class Builder:
         return random.Random(f"{self.name}/{self.level}/{self.seed}/{part}")
 
     def draw(self, kind: str = "name") -> str:
-        """Draw a word that this instance has not used yet; ``kind`` is ``name``, ``place`` or ``user``."""
+        """Draw a word that this instance has not used yet; ``kind`` is ``name`` or ``place``. Level 1 uses fewer words."""
         if kind not in self._pools:
-            words = list({"name": NAMES, "place": PLACES, "user": USERS}[kind])
+            words = list({"name": NAMES, "place": PLACES}[kind])
+            if self.level == 1:
+                words = words[: len(words) * 2 // 3]
             self.stream(f"draw-{kind}").shuffle(words)
             self._pools[kind] = words
+        if not self._pools[kind]:
+            raise TaskError(f"family {self.name!r}, level {self.level}: all words of kind {kind!r} are used; draw fewer")
         return self._pools[kind].pop()
 
     def say(self, line: str) -> None:
@@ -162,10 +167,11 @@ class Builder:
         """Declare programs the oracle uses beyond coreutils."""
         self._requires.extend(program for program in programs if program not in self._requires)
 
-    def build(self, *, opening: str = "Work in /app.") -> Instance:
-        """The finished instance; ``opening`` is the first line of its instruction."""
+    def build(self) -> Instance:
+        """The finished instance. Level 1 goes without a preamble: its paths are relative to where the shell starts."""
+        preamble = [] if self.level == 1 else ["In /app:"]
         return Instance(
-            instruction="\n".join([opening, *(f"- {line}" for line in self._said)]) + "\n",
+            instruction="\n".join([*preamble, *self._said]) + "\n",
             files=dict(sorted(self._files.items())),
             steps=tuple(self._steps),
             tests="\n\n".join([_TEST_HEAD, *map(_test_source, _merged(self._checks))]),

@@ -32,5 +32,5 @@ def test_hand_written_tasks(task_id):
 @pytest.mark.parametrize("task_id", LEVELS)
 def test_family_instances(task_id):
     easiest = task_id.endswith("level=1")
-    for seed in (0, 1, 2_000_000) if easiest else (0,):
+    for seed in (0, 2_000_000) if easiest else (0,):
         assert check_task(load_task(f"{task_id}&seed={seed}"), slips=easiest).problems == ()

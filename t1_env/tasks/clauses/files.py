@@ -54,14 +54,14 @@ def look_into(build: Builder, suffixes: tuple[str, ...], *, contents: Mapping[st
         scene.names[suffix] = f"{build.draw()}.{suffix}"
         scene.contents[suffix] = (contents or {}).get(suffix) or (short_line(build, f"{place}-{suffix}"),)
         build.file(scene.path(suffix), scene.contents[suffix])
-    build.step(f"look into {place}", f"ls -1 {place}")
+    build.step(f"look into {place}", f"ls {place}")
     return scene
 
 
 def transfer(build: Builder, scene: Scene, suffix: str, target: str, *, move: bool) -> str:
     """Move or copy the scene's file with ``suffix`` into the existing directory ``target``; returns its new path."""
     verb = "move" if move else "copy"
-    said = f"{verb} the .{suffix} file from {scene.place} to {target}"
+    said = f"{verb} the .{suffix} file in {scene.place} to {target}"
     build.say(said)
     source, name = scene.path(suffix), scene.names[suffix]
     right, wrong = ("mv", "cp") if move else ("cp", "mv")
@@ -79,7 +79,7 @@ def delete(build: Builder, scene: Scene, suffix: str, keep: str) -> None:
     """Delete the scene's file with ``suffix``; the one with suffix ``keep`` must stay."""
     said = f"delete the .{suffix} file in {scene.place}"
     build.say(said)
-    slips = {"forgotten-delete": f"ls -1 {scene.place}", "wrong-file-deleted": f"rm {scene.path(keep)}"}
+    slips = {"forgotten-delete": f"ls {scene.place}", "wrong-file-deleted": f"rm {scene.path(keep)}"}
     build.step(said, f"rm {scene.path(suffix)}", slips=slips)
     gone = f'assert not (APP / "{scene.path(suffix)}").exists()'
     build.test(f"{suffix}_file_gone", said, gone)
@@ -91,14 +91,14 @@ def write_line(build: Builder, path: str, how: str) -> None:
     words = f"{build.draw()} {build.draw()}"
     wrong_words = f"echo {words.split()[0]} {'>>' if how == 'append' else '>'} {path}"
     if how == "create":
-        said = f"write the line {words} to the new file {path}"
+        said = f"write {words} to {path}"
         build.step(said, f"echo {words} > {path}", slips={"half-a-line": wrong_words})
         build.test("new_file_written", said, f'assert lines("{path}") == ["{words}"]')
     else:
         before = short_line(build, path)
         build.file(path, [before])
         replace = how == "replace"
-        said = f"replace the text in {path} with the line {words}" if replace else f"add the line {words} to the end of {path}"
+        said = f"overwrite {path} with {words}" if replace else f"append {words} to {path}"
         right, wrong = (">", ">>") if replace else (">>", ">")
         kind = "append-for-replace" if replace else "replace-for-append"
         build.step(said, f"echo {words} {right} {path}", slips={kind: f"echo {words} {wrong} {path}", "half-a-line": wrong_words})
@@ -111,7 +111,7 @@ def write_line(build: Builder, path: str, how: str) -> None:
 
 def count_files(build: Builder, place: str, expected: int, target: str) -> None:
     """Write the number of files in ``place`` to the new file ``target``."""
-    said = f"write the number of files in {place} to {target}"
+    said = f"count the files in {place} into {target}"
     build.say(said)
-    build.step(said, f"ls -1 {place} | wc -l > {target}", slips={"names-for-number": f"ls -1 {place} > {target}"})
+    build.step(said, f"ls {place} | wc -l > {target}", slips={"names-for-number": f"ls {place} > {target}"})
     build.test("number_of_files", said, f'assert lines("{target}") == ["{expected}"]')

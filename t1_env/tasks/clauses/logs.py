@@ -54,7 +54,7 @@ def find_log(build: Builder, level: str) -> tuple[Log, Log]:
     other = Log(paths[1], log_lines(build, paths[1], level, hits=0), level)
     for log in (wanted, other):
         build.file(log.path, log.lines)
-    said = f"find the log in {place} that has {level} lines"
+    said = f"find the log in {place} with {level} lines"
     build.say(said)
     build.needs("grep")
     build.step(said, f"grep -l {level} {place}/*")
@@ -76,7 +76,7 @@ def extract(build: Builder, log: Log, target: str, how: str) -> None:
     else:
         before = (short_line(build, target),)
         build.file(target, before)
-        said = f"add its {log.level} lines to the end of {target}"
+        said = f"append its {log.level} lines to {target}"
         right, slips = f"{everything} >> {target}", {"replace-for-append": f"{everything} > {target}"}
     slips["wrong-level"] = right.replace(log.level, wrong_level)
     build.say(said)
@@ -89,7 +89,7 @@ def extract(build: Builder, log: Log, target: str, how: str) -> None:
 
 def count_hits(build: Builder, log: Log, target: str) -> None:
     """Write the number of lines of the level to ``target``."""
-    said = f"write the number of its {log.level} lines to {target}"
+    said = f"count its {log.level} lines into {target}"
     build.say(said)
     build.needs("grep")
     command = f"grep -c {log.level} {log.path} > {target}"
@@ -101,13 +101,13 @@ def count_hits(build: Builder, log: Log, target: str) -> None:
 def dispose(build: Builder, log: Log, other: Log, how: str) -> None:
     """Delete or empty the log that was found (``how`` is ``delete`` or ``empty``); the other log must stay."""
     place = log.path.partition("/")[0]
-    forgotten = {"forgotten": f"ls -1 {place}"}
+    forgotten = {"forgotten": f"ls {place}"}
     if how == "delete":
-        said = "then delete that log"
+        said = "delete that log"
         build.step(said, f"rm {log.path}", slips=forgotten | {"empty-for-delete": f"> {log.path}"})
         done = f'assert not (APP / "{log.path}").exists()'
     else:
-        said = "then empty that log but keep the file"
+        said = "empty that log"
         build.step(said, f"> {log.path}", slips=forgotten | {"delete-for-empty": f"rm {log.path}"})
         done = f'assert lines("{log.path}") == []'
     build.say(said)

@@ -9,16 +9,19 @@ from t1_env.tasks.instance import Builder
 
 RULES = {
     0o600: "let only the owner read and write {}",
-    0o640: "let the owner write and only owner and group read {}",
-    0o444: "let everyone read and nobody write {}",
-    0o644: "let everyone read and only the owner write {}",
+    0o644: "let all read but only the owner write {}",
+    0o444: "let all read but nobody write {}",
+    0o640: "let the group read but only the owner write {}",
     0o700: "let only the owner read, write and run {}",
-    0o755: "let everyone read and run and only the owner write {}",
+    0o755: "let all read and run but only the owner write {}",
 }
-"""How an instruction words each mode."""
+"""How an instruction words each mode. Whoever is not named gets nothing; the owner may always read."""
 
-FILE_MODES = (0o600, 0o640, 0o444)
+FILE_MODES = (0o600, 0o444, 0o640)
 """Modes for new files: none is what a file gets without a chmod."""
+
+OPEN_FILE_MODES = (0o600, 0o644, 0o444, 0o640)
+"""Modes for a file that everyone may write so far."""
 
 SCRIPT_MODES = (0o700, 0o755)
 
@@ -48,10 +51,10 @@ def find_open_file(build: Builder) -> OpenFile:
     build.file(paths[0], [text], mode=0o666)
     for path in paths[1:]:
         build.file(path, [short_line(build, path)])
-    said = f"find the file in {place} that everyone may write"
+    said = f"find the file in {place} that all may write"
     build.say(said)
     build.needs("find")
-    build.step(said, f"find {place} -type f -perm 666")
+    build.step(said, f"find {place} -perm 666")
     return OpenFile(paths[0], text, tuple(paths[1:]))
 
 

@@ -63,8 +63,8 @@ def look_at_lists(build: Builder) -> Lists:
 
 def merge(build: Builder, lists: Lists, target: str, order: str) -> list[str]:
     """Merge the lists in an order; returns the lines of the merged file."""
-    wording = {"smallest": "by number, smallest first", "largest": "by number, largest first", "name": "by name"}[order]
-    said = f"merge the lists in {lists.place} {wording}, into {target}"
+    wording = {"smallest": "by number", "largest": "by number, largest first,", "name": "by name"}[order]
+    said = f"sort the lists in {lists.place} {wording} into {target}"
     build.say(said)
     number_key, name_key = ("-n", "-k2") if lists.number_first else ("-k2n", "-k1")
     flags = {"smallest": number_key, "largest": f"{number_key}r", "name": name_key}
@@ -104,7 +104,7 @@ def end_line(build: Builder, merged_path: str, merged: list[str], target: str, w
 
 def count_lines(build: Builder, merged_path: str, merged: list[str], target: str) -> None:
     """Write the number of lines of the merged file to ``target``."""
-    said = f"write the number of its lines to {target}"
+    said = f"count its lines into {target}"
     build.say(said)
     slips = {"bytes-for-lines": f"wc -c < {merged_path} > {target}", "name-beside-number": f"wc -l {merged_path} > {target}"}
     build.step(said, f"wc -l < {merged_path} > {target}", slips=slips)
@@ -112,9 +112,8 @@ def count_lines(build: Builder, merged_path: str, merged: list[str], target: str
 
 
 def delete_lists(build: Builder, lists: Lists) -> None:
-    """Delete both lists but keep the directory."""
-    said = f"then delete the files in {lists.place} but keep {lists.place}"
+    """Delete both lists."""
+    said = f"delete the lists in {lists.place}"
     build.say(said)
-    slips = {"forgotten": f"ls -1 {lists.place}", "directory-deleted": f"rm -r {lists.place}"}
-    build.step(said, f"rm {lists.place}/*", slips=slips)
-    build.test("lists_deleted", said, f'assert list((APP / "{lists.place}").iterdir()) == []')
+    build.step(said, f"rm {lists.place}/*", slips={"forgotten-delete": f"ls {lists.place}"})
+    build.test("lists_deleted", said, *(f'assert not (APP / "{path}").exists()' for path in sorted(lists.contents)))

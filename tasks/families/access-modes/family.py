@@ -26,13 +26,11 @@ def generate(seed: int, level: int) -> Instance:
 
 def _grant(build: Builder, number: int) -> None:
     rng = build.stream(f"grant-{number}")
-    modes.close_open_file(build, rng.choice((0o600, 0o640, 0o444, 0o644)))
-    place = build.draw("place")
+    modes.close_open_file(build, rng.choice(modes.OPEN_FILE_MODES))
     if rng.random() < 0.6:
-        build.directory(place)
-        path = f"{place}/{build.draw()}.txt"
+        path = f"{build.draw()}.txt"
         files.write_line(build, path, "create")
         modes.set_mode(build, path, rng.choice(modes.FILE_MODES))
     else:
-        files.write_line(build, f"{place}/{build.draw()}.txt", rng.choice(("replace", "append")))
-        modes.script(build, f"{place}/{build.draw()}.sh", rng.choice(modes.SCRIPT_MODES))
+        files.write_line(build, f"{build.draw()}.txt", rng.choice(("replace", "append")))
+        modes.script(build, f"{build.draw()}.sh", rng.choice(modes.SCRIPT_MODES))

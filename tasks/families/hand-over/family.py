@@ -21,7 +21,7 @@ def generate(seed: int, level: int) -> Instance:
     build = Builder(NAME, level, seed)
     for number in range(ROUNDS[level]):
         _hand_over(build, number)
-    return build.build(opening="Hand over in /app.")
+    return build.build()
 
 
 def _hand_over(build: Builder, number: int) -> None:
@@ -31,8 +31,8 @@ def _hand_over(build: Builder, number: int) -> None:
     target = build.draw("place")
     build.directory(target)
     path = files.transfer(build, scene, "log", target, move=rng.random() < 0.5)
-    logs.count_hits(build, logs.Log(path, scene.contents["log"], level), f"{target}/{build.draw()}.txt")
-    modes.set_mode(build, path, rng.choice(modes.FILE_MODES), called=f"the .log file in {target}")
+    logs.count_hits(build, logs.Log(path, scene.contents["log"], level), f"{build.draw()}.txt")
+    modes.set_mode(build, path, rng.choice(modes.FILE_MODES), called="the log in " + target)
     deleted, kept = rng.choice((("tmp", "txt"), ("txt", "tmp")))
     files.delete(build, scene, deleted, keep=kept)
 

@@ -27,8 +27,6 @@ def generate(seed: int, level: int) -> Instance:
 def _tally(build: Builder, number: int) -> None:
     rng = build.stream(f"tally-{number}")
     wanted, other = logs.find_log(build, rng.choice(logs.LOG_LEVELS))
-    target = build.draw("place")
-    build.directory(target)
-    logs.extract(build, wanted, f"{target}/{build.draw()}.txt", rng.choice(("all", "first", "append")))
-    logs.count_hits(build, wanted, f"{target}/{build.draw()}.txt")
+    logs.extract(build, wanted, f"{build.draw()}.txt", rng.choice(("all", "first", "append")))
+    logs.count_hits(build, wanted, f"{build.draw()}.txt")
     logs.dispose(build, wanted, other, rng.choice(("delete", "empty")))

@@ -27,13 +27,11 @@ def generate(seed: int, level: int) -> Instance:
 def _merge(build: Builder, number: int) -> None:
     rng = build.stream(f"merge-{number}")
     lists = records.look_at_lists(build)
-    target = build.draw("place")
-    build.directory(target)
-    path = f"{target}/{build.draw()}.txt"
+    path = f"{build.draw()}.txt"
     merged = records.merge(build, lists, path, rng.choice(records.ORDERS))
-    records.end_line(build, path, merged, f"{target}/{build.draw()}.txt", rng.choice(("first", "last")))
+    records.end_line(build, path, merged, f"{build.draw()}.txt", rng.choice(("first", "last")))
     if build.level > 1 or rng.random() < 0.5:
-        records.count_lines(build, path, merged, f"{target}/{build.draw()}.txt")
+        records.count_lines(build, path, merged, f"{build.draw()}.txt")
     else:
         records.delete_lists(build, lists)
     if build.level > 1:

@@ -29,10 +29,11 @@ def _tidy(build: Builder, number: int) -> None:
     rng = build.stream(f"tidy-{number}")
     kept, sent, deleted = rng.sample(SUFFIXES, 3)
     target = build.draw("place")
+    build.directory(target)
     move = rng.random() < 0.5
-    files.write_line(build, f"{target}/{build.draw()}.txt", rng.choice(("replace", "append")))
+    files.write_line(build, f"{build.draw()}.txt", rng.choice(("replace", "append")))
     scene = files.look_into(build, SUFFIXES)
     files.transfer(build, scene, sent, target, move=move)
     files.delete(build, scene, deleted, keep=kept)
     if build.level > 1:
-        files.count_files(build, scene.place, 1 if move else 2, f"{target}/{build.draw()}.txt")
+        files.count_files(build, scene.place, 1 if move else 2, f"{build.draw()}.txt")
