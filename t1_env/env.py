@@ -131,7 +131,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
     | `reward_terms` | `dict[str, float]` | Parts of the reward |
     | `end_reason` | `str` or `None` | See Episode End |
     | `infra_error` | `str` or `None` | What broke |
-    | `tamper` | `tuple[str, ...]` | System files that the agent changed |
+    | `tamper` | `tuple[str, ...]` | Files of the base system (`/usr`, `/etc` ...) that the agent changed, replaced or removed |
     | `_timing` | mapping | Seconds by phase; the only part that differs between two runs of the same actions |
 
     ## Vectorized environment
@@ -198,6 +198,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         self._episode: Episode | None = None
         self._baseline = self._report = VerifierReport()
         self._isolation = "none"
+        self._tamper: tuple[str, ...] = ()
         self._shell: tuple[ShellState, str] = (ShellState.IDLE, "/")
         self._screen = np.zeros((rows, cols), dtype=np.uint32)
 
@@ -226,6 +227,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         self._episode = Episode(self._budget)
         assert self._machine is not None, "set by _start"
         self._isolation = self._machine.sandbox.isolation
+        self._tamper = ()
         self._shell = (ShellState.IDLE, task.workdir)
         self._screen = self._machine.session.screen()
         observation = self._observe(task.instruction, None)
@@ -340,9 +342,10 @@ class TerminalEnv(gym.Env[Observation, Action]):
             raise SandboxDied("the sandbox ended during this step")
         if self.config.verify == "end" and not last:
             return self._report
-        if self.config.verify == "step" or machine.changed(self._watch):
-            return machine.verify(self._watch)
-        return self._report
+        changed = machine.changed(self._watch)
+        if changed:
+            self._tamper = machine.tampered(self._watch)
+        return machine.verify(self._watch) if changed or self.config.verify == "step" else self._report
 
     # ------------------------------------------------------------------------------------------------- what is handed out
     def _observe(self, output: str, exit_code: int | None) -> Observation:
@@ -372,7 +375,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
             "reward_terms": dict(terms),
             "end_reason": None if end_reason is None else end_reason.value,
             "infra_error": infra_error,
-            "tamper": (),
+            "tamper": self._tamper,
             "_timing": self._watch.read(),
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from t1_env.errors import ShellError, VerifierError
 from t1_env.protocol import VerifierReport
@@ -30,6 +30,14 @@ class SandboxFactory(Protocol):
 
     def __call__(self, spec: SandboxSpec) -> Sandbox:
         """Return a sandbox for this specification."""
+
+
+@runtime_checkable
+class SeesSystemChanges(Protocol):
+    """A sandbox that can say which files of its base system were changed (not every backend can)."""
+
+    def system_changes(self) -> dict[str, str]:
+        """Return path -> a mark that changes whenever the file does."""
 
 
 def sandbox_factory(sandbox: str | SandboxFactory) -> SandboxFactory:
@@ -87,6 +95,7 @@ class Machine:
         self._session: Session | None = None
         self._verify_retries = verify_retries
         self._verified_generation: str | None = None
+        self._built_system: dict[str, str] = {}
 
     @property
     def session(self) -> Session:
@@ -114,6 +123,8 @@ class Machine:
             self.sandbox.start()
         with watch.phase("build"):
             built = build_environment(self.sandbox, self.task.environment_dir, self.task.config.environment.build_timeout_sec)
+        with watch.phase("fingerprint"):
+            self._built_system = self._system_changes()
         with watch.phase("collect"):
             self.verifier_ids = collect(self.sandbox, self.task)
         baseline = self.verify(watch)
@@ -149,6 +160,19 @@ class Machine:
         """
         with watch.phase("fingerprint"):
             return self.sandbox.generation() != self._verified_generation
+
+    def tampered(self, watch: Stopwatch) -> tuple[str, ...]:
+        """System files that differ from what the build left, sorted; empty where the sandbox cannot tell.
+
+        Args:
+            watch: Counts the seconds.
+        """
+        with watch.phase("fingerprint"):
+            now = self._system_changes()
+        return tuple(sorted(path for path in {*now, *self._built_system} if now.get(path) != self._built_system.get(path)))
+
+    def _system_changes(self) -> dict[str, str]:
+        return self.sandbox.system_changes() if isinstance(self.sandbox, SeesSystemChanges) else {}
 
     def close(self) -> None:
         """End the shell and remove the sandbox. Idempotent."""

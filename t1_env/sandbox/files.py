@@ -153,6 +153,38 @@ def fingerprint(directories: Iterable[str]) -> str:
         time.sleep(0.0005)
 
 
+def changed_files(written: str, lowers: Iterable[str], prefix: str) -> dict[str, str]:
+    """Files of the lower directories that an overlay's upper directory replaces, changes or takes away.
+
+    Args:
+        written: The upper directory.
+        lowers: The directories below it.
+        prefix: Where the overlay is mounted inside the sandbox.
+
+    Returns:
+        Path inside the sandbox -> a mark that changes whenever the file changes again. New files and directories are not listed.
+    """
+    found: dict[str, str] = {}
+    lowers = tuple(lowers)
+    pending = [""]
+    while pending:
+        relative = pending.pop()
+        try:
+            with os.scandir(f"{written}{relative}") as entries:
+                children = list(entries)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # removed while we looked
+        for entry in children:
+            path = f"{relative}/{entry.name}"
+            if entry.is_dir(follow_symlinks=False):
+                pending.append(path)
+            elif any(os.path.lexists(f"{lower}{path}") for lower in lowers):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found[f"{prefix}{path}"] = f"{status.st_ino}-{status.st_ctime_ns}"
+    return found
+
+
 def _scan(directories: Iterable[str]) -> tuple[str, int]:
     digest = hashlib.blake2b(digest_size=16)
     newest_ns = 0

@@ -125,6 +125,7 @@ class Keeper:
             "put_tree": self._put_tree,
             "get": self._get,
             "generation": self._generation,
+            "system_changes": self._system_changes,
             "clone": self._clone,
         }
         while True:
@@ -195,6 +196,13 @@ class Keeper:
     def _generation(self, _: wire.Message, __: list[int]) -> tuple[wire.Message, list[int]]:
         store = self._config.template.store
         return {"generation": files.fingerprint((f"{store}/root", f"{store}/up"))}, []
+
+    def _system_changes(self, _: wire.Message, __: list[int]) -> tuple[wire.Message, list[int]]:
+        template = self._config.template
+        found: dict[str, str] = {}
+        for layer in template.layers:
+            found |= files.changed_files(f"{template.store}/up/{layer}", rootfs.lowers_of(template, layer), f"/{layer}")
+        return {"files": found}, []
 
     # ------------------------------------------------------------------------------------------------------------------- clone
     def _clone(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:

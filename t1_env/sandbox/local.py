@@ -182,6 +182,14 @@ class LocalSandbox:
         """
         return str(self._require_link().ask_keeper({"op": "generation"})[0]["generation"])
 
+    def system_changes(self) -> dict[str, str]:
+        """Files of the base system that were changed, replaced or removed since the start.
+
+        Returns:
+            Absolute path -> a mark that changes whenever the file changes again. New files are not listed.
+        """
+        return dict(self._require_link().ask_keeper({"op": "system_changes"})[0]["files"])
+
     def run_in_clone(self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0) -> CloneResult:
         """Freeze the sandbox, run a trusted function in a copy-on-write clone of its filesystem, discard it, thaw; see ``Sandbox``."""
         link = self._require_link()

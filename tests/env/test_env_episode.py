@@ -40,6 +40,7 @@ class Script:
     verify_error: str | None = None
     act: Callable[[str], ShellResult] = lambda text: replace(RESULT, output=f"ran {text}", output_bytes=len(text))
     start_errors: list[Exception] = field(default_factory=list)
+    tampered: tuple[str, ...] = ()
     verifications: int = 0
     machines: list[Any] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
@@ -81,6 +82,9 @@ class ScriptedMachine:
 
     def changed(self, watch: Stopwatch) -> bool:
         return self.script.changed
+
+    def tampered(self, watch: Stopwatch) -> tuple[str, ...]:
+        return self.script.tampered
 
     def close(self) -> None:
         self.closed = True
@@ -375,6 +379,16 @@ def test_what_trying_again_cannot_help_is_raised_at_once(script: Script, error: 
         env.reset(seed=0)
     assert len(script.machines) == 1
     assert script.open_machines == 0
+
+
+def test_changed_system_files_are_named_until_the_next_reset(script: Script) -> None:
+    env = make()
+    env.reset(seed=0)
+    script.tampered = ("/usr/bin/python3",)
+    assert env.step("cp evil /usr/bin/python3")[4]["tamper"] == ("/usr/bin/python3",)
+    script.changed = False
+    assert env.step("ls")[4]["tamper"] == ("/usr/bin/python3",)
+    assert env.reset()[1]["tamper"] == ()
 
 
 # ----------------------------------------------------------------------------------------------------------------------- tasks

@@ -113,6 +113,13 @@ def test_only_changes_are_verified(env: gym.Env[Any, Any]) -> None:
     assert "verify" not in env.step("pwd")[4]["_timing"]
 
 
+def test_changed_system_files_are_named(env: gym.Env[Any, Any]) -> None:
+    env.reset(seed=0)
+    assert env.step("touch /app/x /tmp/y; mkdir -p /usr/local/lib/new")[4]["tamper"] == ()
+    info = env.step("cp /bin/true /usr/bin/wc; rm /usr/bin/yes; echo '#' >> /etc/passwd")[4]
+    assert info["tamper"] == ("/etc/passwd", "/usr/bin/wc", "/usr/bin/yes")
+
+
 def test_what_a_background_process_writes_is_seen_at_the_next_step(env: gym.Env[Any, Any]) -> None:
     env.reset(seed=0)
     env.step("(sleep 0.4; echo hi > hello.txt) &")
