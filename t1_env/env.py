@@ -22,6 +22,7 @@ from t1_env.timing import Stopwatch
 from t1_env.wrappers.record import screen_lines
 
 Observation = dict[str, Any]
+_STEP_MARGIN_S = 1.0
 
 
 class TerminalEnv(gym.Env[Observation, Action]):
@@ -290,7 +291,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         try:
             result = self._act(machine, chosen, episode)
             output_bytes = result.output_bytes if result is not None else 0
-            self._report = self._verify(machine, last=isinstance(chosen, Submit) or episode.will_reach_a_limit(output_bytes))
+            self._report = self._verify(machine, last=isinstance(chosen, Submit) or _may_be_last(episode, output_bytes))
             error = self._report.infra_error
         except (SandboxError, ShellError, VerifierError, OSError) as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -409,6 +410,12 @@ class TerminalEnv(gym.Env[Observation, Action]):
             # The interpreter may be going down; the sandbox dies with this process anyway.
             with contextlib.suppress(T1Error, OSError):
                 machine.close()
+
+
+def _may_be_last(episode: Episode, output_bytes: int) -> bool:
+    """Whether the step in progress ends the episode, or could because its time runs out before the step is over."""
+    remaining_s = episode.remaining_s
+    return episode.will_reach_a_limit(output_bytes) or (remaining_s is not None and remaining_s < _STEP_MARGIN_S)
 
 
 def _checked_action(action: Any) -> Command | Keys | Submit:

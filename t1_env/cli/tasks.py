@@ -120,14 +120,18 @@ def check_command(ids: Sequence[str], *, jobs: int = 1, instances: int | None = 
     chosen = _expand(ids, instances)
     console = Console(highlight=False, soft_wrap=True)
     failed = 0
+    pool = ThreadPoolExecutor(jobs)
     columns = (TextColumn("checking"), *Progress.get_default_columns())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress, ThreadPoolExecutor(jobs) as pool:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(chosen))
-        for task_id, checked in zip(chosen, pool.map(lambda load: check_task(load, sandbox=sandbox), chosen.values()), strict=True):
-            failed += bool(checked.problems)
-            detail = "; ".join(checked.problems) or f"verifiers: {checked.verifiers}, oracle steps: {checked.steps}"
-            progress.console.print(f"{'FAIL' if checked.problems else 'ok  '}  {task_id}  {detail}", markup=False)
-            progress.advance(bar)
+        try:
+            for task_id, checked in zip(chosen, pool.map(lambda load: check_task(load, sandbox=sandbox), chosen.values()), strict=True):
+                failed += bool(checked.problems)
+                detail = "; ".join(checked.problems) or f"verifiers: {checked.verifiers}, oracle steps: {checked.steps}"
+                progress.console.print(f"{'FAIL' if checked.problems else 'ok  '}  {task_id}  {detail}", markup=False)
+                progress.advance(bar)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C only what is running is waited for
     console.print(f"{len(chosen) - failed} of {len(chosen)} tasks are sound", markup=False)
     return EXIT_FAILED if failed else EXIT_OK
 

@@ -264,6 +264,16 @@ class TestWithSandbox:
             assert_one_line(process.stderr.read())
         assert list(tmp_path.iterdir()) == []
 
+    def test_control_c_stops_a_long_check(self) -> None:
+        command = [sys.executable, "-m", "t1_env", "tasks", "check", "families/tidy-files?level=1&n=5000"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert "families/tidy-files" in process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+            assert_one_line(process.stderr.read())
+
     def test_output_into_a_closed_pipe_is_no_error(self) -> None:
         line = f"{sys.executable} -m t1_env tasks list | head -n 1; echo status ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=True)

@@ -203,6 +203,13 @@ def test_verify_at_the_end_only(script: Script, last: Any) -> None:
     assert (reward, info["verifiers_passed"]) == (2.0, 2)
 
 
+def test_verify_at_the_end_does_not_miss_a_time_limit(script: Script) -> None:
+    env = make(verify="end", time_limit_s=0.9)
+    env.reset(seed=0)
+    script.passed = 1
+    assert env.step("within a second of the limit")[1] == 1.0
+
+
 # ---------------------------------------------------------------------------------------------------------------- rewards, ends
 @pytest.mark.parametrize(
     ("mode", "rewards"),
