@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from t1_agent.algo.mismatch import mismatch_metrics
+from t1_agent.algo.mismatch import episode_mismatch
 from t1_agent.tito.drift import baseline_drift_tokens, retokenise
 from t1_agent.tito.tokenizer import ChatTokenizer
 from t1_agent.train.experience import evaluate_actor
@@ -54,17 +54,17 @@ def mismatch_table(
             if replay and any(t.routes is None for t in episodes):
                 continue
             scored, metrics = evaluate_actor(actor, _finite(episodes), max_tokens=max_tokens, temperature=temperature, replay=replay)
-            difference = mismatch_metrics(scored, [_sampler_logprobs(t) for t in episodes])
+            difference = episode_mismatch(scored, [_sampler_logprobs(t) for t in episodes])
             rows.append(
                 {
                     "tito": tito,
                     "r3": "on" if replay else "off",
-                    "mean_abs": difference["abs_mean"],
-                    "p99": difference["abs_p99"],
-                    "max_abs": difference["abs_max"],
+                    "mean_abs": difference["mean_abs_delta_logp"],
+                    "p99": difference["p99_abs_delta_logp"],
+                    "max_abs": difference["max_abs_delta_logp"],
                     "k3": difference["k3"],
                     "drift_tokens": drift,
-                    "tokens": int(difference["tokens"] - difference["nonfinite"]),
+                    "tokens": int(difference["tokens"] - difference["non_finite"]),
                 }
             )
             if tito == "on" and replay:

@@ -223,7 +223,7 @@ _CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("ppo", "Policy: entropy", (("train/entropy", "entropy"),)),
     ("ppo", "Policy: approximate KL and clip fraction", (("train/approx_kl", "KL"), ("train/clip_fraction", "clip fraction"))),
     ("ppo", "Critic: explained variance", (("train/explained_variance", "explained variance"),)),
-    ("ppo", "Sampler against trainer: mean |delta log p|", (("mismatch/mean_abs", "mean |delta log p|"),)),
+    ("ppo", "Sampler against trainer: mean |delta log p|", (("mismatch/mean_abs_delta_logp", "mean |delta log p|"),)),
 )
 
 

@@ -107,9 +107,9 @@ def paired_difference(
     rng = np.random.default_rng(seed)
     means = np.empty(resamples)
     for index in range(resamples):
-        seeds = rng.integers(0, n_seeds, size=n_seeds)
-        tasks = rng.integers(0, n_tasks, size=(n_seeds, n_tasks))
-        means[index] = difference[seeds[:, None], tasks].mean()
+        seeds = np.asarray(rng.integers(0, n_seeds, size=n_seeds))
+        tasks = np.asarray(rng.integers(0, n_tasks, size=(n_seeds, n_tasks)))
+        means[index] = np.take_along_axis(difference[seeds], tasks, axis=1).mean()
     tail = (1.0 - level) / 2
     low, high = np.quantile(means, [tail, 1.0 - tail])
     return Interval(float(difference.mean()), float(low), float(high), int(difference.size))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from t1_agent.algo.advantages import group_advantages, normalise
 from t1_agent.algo.gae import Discount, episode_gae, state_values
-from t1_agent.algo.mismatch import mismatch_metrics
+from t1_agent.algo.mismatch import episode_mismatch
 from t1_agent.algo.statistics import explained_variance
 from t1_agent.config import PPOConfig
 from t1_agent.models.critic import Critic
@@ -199,7 +199,8 @@ def prepare_experience(
     """
     old, metrics = evaluate_actor(actors, trajectories, max_tokens=max_tokens, temperature=temperature, replay=config.replay_routes)
     rollout = [t.logprobs[t.loss_mask] for t in trajectories]
-    metrics |= {f"mismatch/{name}": value for name, value in mismatch_metrics(old, rollout).items()}
+    turns = [t.turn_index[t.loss_mask] for t in trajectories]
+    metrics |= {f"mismatch/{name}": value for name, value in episode_mismatch(old, rollout, turns).items()}
     if config.advantage == "gae":
         values = evaluate_critic(critics, trajectories, max_tokens=max_tokens)
         advantages, returns, states, measured = estimate_gae(trajectories, values, config)

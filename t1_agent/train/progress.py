@@ -12,7 +12,7 @@ PPO_COLUMNS = (
     "train/explained_variance",
     "train/approx_kl",
     "train/entropy",
-    "mismatch/abs_mean",
+    "mismatch/mean_abs_delta_logp",
     "time/collect_s",
     "time/update_s",
 )

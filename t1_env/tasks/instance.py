@@ -17,6 +17,10 @@ from t1_env.tasks.task import Slip
 from t1_env.tasks.words import NAMES, PLACES
 
 
+LEVEL_1_WORDS = {"name": 20, "place": 10}
+"""How many words of each kind level 1 draws from: few enough that a very small model learns to copy each of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One oracle step: a title and the command."""
@@ -120,7 +124,7 @@ class Builder:
         if kind not in self._pools:
             words = list({"name": NAMES, "place": PLACES}[kind])
             if self.level == 1:
-                words = words[: len(words) * 2 // 3]
+                words = words[: LEVEL_1_WORDS[kind]]
             self.stream(f"draw-{kind}").shuffle(words)
             self._pools[kind] = words
         if not self._pools[kind]:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from t1_agent.algo.advantages import group_advantages, normalise  # noqa: E402
 from t1_agent.algo.losses import kl_estimate, ppo_policy_loss, tis_weights, token_logprobs, value_loss  # noqa: E402
-from t1_agent.algo.mismatch import mismatch_metrics  # noqa: E402
+from t1_agent.algo.mismatch import episode_mismatch  # noqa: E402
 from t1_agent.algo.statistics import explained_variance  # noqa: E402
 
 
@@ -123,18 +123,15 @@ def test_explained_variance():
     assert math.isnan(explained_variance(targets, np.ones(3, np.float32)))
 
 
-def test_mismatch_metrics():
-    rollout = [np.array([-1.0, -1.0], np.float32), np.array([-2.0], np.float32), np.array([np.nan], np.float32)]
-    train = [np.array([-1.5, -1.0], np.float32), np.array([-1.0], np.float32), np.array([-1.0], np.float32)]
-    metrics = mismatch_metrics(train, rollout)
-    assert metrics["tokens"] == 4
-    assert metrics["nonfinite"] == 1
-    assert metrics["abs_mean"] == pytest.approx(0.5)
-    assert metrics["abs_mean_sequence"] == pytest.approx((0.25 + 1.0) / 2)
-    assert metrics["abs_max"] == pytest.approx(1.0)
-    assert metrics["over_ln2"] == pytest.approx(1 / 3)
-    assert metrics["k1"] == pytest.approx(-(1.0 - 0.5) / 3)
-    assert metrics["k3"] == pytest.approx((math.e - 2 + math.exp(-0.5) - 0.5) / 3)
+def test_mismatch_of_episodes():
+    train = [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)]
+    rollout = [np.array([-1.1, -2.0], np.float32), np.array([-1.5], np.float32)]
+    metrics = episode_mismatch(train, rollout, [np.array([0, 1], np.int32), np.array([0], np.int32)])
+    assert metrics["tokens"] == 3
+    assert metrics["mean_abs_delta_logp"] == pytest.approx(1.1 / 3, rel=1e-5)
+    assert metrics["mean_abs_delta_logp_seq"] == pytest.approx((0.05 + 1.0) / 2, rel=1e-5)
+    assert metrics["mean_abs_delta_logp/turn_0"] == pytest.approx(0.55, rel=1e-5)
+    assert metrics["max_abs_delta_logp"] == pytest.approx(1.0)
     with pytest.raises(ValueError, match="episode 0"):
-        mismatch_metrics([np.zeros(1, np.float32)], [np.zeros(2, np.float32)])
-    assert mismatch_metrics([], [])["tokens"] == 0
+        episode_mismatch([np.zeros(1, np.float32)], [np.zeros(2, np.float32)])
+    assert episode_mismatch([], [])["tokens"] == 0

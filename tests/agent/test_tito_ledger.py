@@ -405,7 +405,7 @@ class TestBaseline:
     def test_counts_are_those_of_the_replaced_tokens(self):
         canonical = CODEC.literal.encode("report").tolist()
         split = split_merges("report")
-        turn_ids = [*CODEC.literal.encode("cat ").tolist(), *split, *CODEC.literal.encode(".txt").tolist(), STOP]
+        turn_ids = [*CODEC.literal.encode("cat /").tolist(), *split, *CODEC.literal.encode(".txt").tolist(), STOP]
         trajectory = finish(play([(turn_ids, "stop", "exit 0")] * 2)[0])
         assert canonical != split
         assert baseline_drift_tokens(trajectory, TOKENIZER) == 2 * max(len(split), len(canonical))

@@ -153,7 +153,7 @@ def test_replay_reproduces_the_sampler_and_is_counted(model):
     assert metrics["routing/fallback_fraction"] == 0
     assert metrics["routing/rows"] == 12 * 8  # of 9 tokens an episode, the last decides nothing
     assert metrics["routing/live_disagreement"] == 0
-    assert metrics["mismatch/abs_max"] < 1e-5
+    assert metrics["mismatch/max_abs_delta_logp"] < 1e-5
 
 
 def test_replayed_routes_matter_and_missing_rows_are_counted(model):
@@ -211,7 +211,7 @@ def test_off_by_one_in_the_sampler_shows_in_the_mismatch(model):
         rolled.append(dataclasses.replace(t, logprobs=logprobs))
     _, right = one_step(model, episodes, OptimConfig(), PPOConfig())
     _, wrong = one_step(model, rolled, OptimConfig(), PPOConfig())
-    assert wrong["mismatch/abs_mean"] > 0.1 > 1e-5 > right["mismatch/abs_mean"]
+    assert wrong["mismatch/mean_abs_delta_logp"] > 0.1 > 1e-5 > right["mismatch/mean_abs_delta_logp"]
 
 
 def test_kl_needs_a_reference(model):
