@@ -23,6 +23,7 @@ from t1_env.shell import bash
 
 READ_SIZE: Final = 1 << 16
 _TIOCSIG: Final = 0x40045436
+_TIOCGPTPEER: Final = 0x5441
 _TERMIOS_SIZE: Final = 256  # larger than any kernel's struct termios
 
 
@@ -75,6 +76,7 @@ class ShellChannel:
         self._pid_fd = _open_pidfd(process.pid)
         self._saved_termios = b""
         self._exports = b""
+        self._typed = False
         self.status_open = True
         self._output_open = True
         self._poll = select.poll()
@@ -197,6 +199,7 @@ class ShellChannel:
 
     def write_keys(self, data: bytes) -> int:
         """Type bytes; returns how many the terminal took."""
+        self._typed = True
         try:
             return os.write(self.master_fd, data)
         except BlockingIOError:
@@ -205,19 +208,39 @@ class ShellChannel:
             return len(data)
 
     def save_termios(self) -> None:
-        """Remember the terminal's modes as the ones every command starts with."""
-        self._saved_termios = self._termios()
+        """Remember the terminal's modes as the ones every command starts with, less ^S, which would stop the terminal for good."""
+        attributes = termios.tcgetattr(self.master_fd)
+        attributes[0] &= ~termios.IXON
+        termios.tcsetattr(self.master_fd, termios.TCSANOW, attributes)
+        self._saved_termios = fcntl.ioctl(self.master_fd, termios.TCGETS, bytes(_TERMIOS_SIZE))
 
-    def restore_termios(self, *, echo: bool = True) -> None:
-        """Put the modes back as saved (a program may have left echo off or raw mode on)."""
-        wanted = self._saved_termios
-        if not echo:
+    def restore_termios(self) -> None:
+        """Put the modes back as saved: a program may have left echo off or raw mode on.
+
+        Never with TCSADRAIN or TCSAFLUSH: from the master's side these wait for writers of the other side, who may wait for us to read.
+        """
+        with contextlib.suppress(OSError):  # hung up
+            if fcntl.ioctl(self.master_fd, termios.TCGETS, bytes(_TERMIOS_SIZE)) != self._saved_termios:
+                fcntl.ioctl(self.master_fd, termios.TCSETS, self._saved_termios)
+
+    def discard_input(self) -> None:
+        """Drop what was typed and not read yet, if anything was typed."""
+        if not self._typed:
+            return
+        self._typed = False
+        with contextlib.suppress(OSError, termios.error):  # hung up
+            slave = fcntl.ioctl(self.master_fd, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+            try:
+                termios.tcflush(slave, termios.TCIFLUSH)
+            finally:
+                os.close(slave)
+
+    def echo_off(self) -> None:
+        """Do not show what is typed next."""
+        with contextlib.suppress(termios.error):
             attributes = termios.tcgetattr(self.master_fd)
             attributes[3] &= ~termios.ECHO
             termios.tcsetattr(self.master_fd, termios.TCSANOW, attributes)
-        elif wanted and self._termios() != wanted:
-            with contextlib.suppress(OSError):  # hung up
-                fcntl.ioctl(self.master_fd, termios.TCSETS, wanted)
 
     def is_canonical(self) -> bool:
         """Whether the terminal collects whole lines; full-screen programs and line editors switch that off."""
@@ -225,12 +248,6 @@ class ShellChannel:
             return bool(termios.tcgetattr(self.master_fd)[3] & termios.ICANON)
         except termios.error:
             return True
-
-    def _termios(self) -> bytes:
-        try:
-            return fcntl.ioctl(self.master_fd, termios.TCGETS, bytes(_TERMIOS_SIZE))
-        except OSError:
-            return b""
 
     def signal_foreground(self, signal_number: int) -> None:
         """SIGINT, SIGQUIT or SIGTSTP to the foreground process group, whatever modes the terminal is in."""
@@ -257,6 +274,11 @@ class ShellChannel:
             ended=self._pid_fd is not None and self._pid_fd in ready,
             writable=bool(on_master & select.POLLOUT),
         )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the shell's process has ended, as far as can be told without waiting."""
+        return self.wait(0).ended if self._pid_fd is not None else self.process.poll() is not None
 
     @property
     def hung_up(self) -> bool:

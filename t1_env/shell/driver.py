@@ -101,6 +101,7 @@ class ShellDriver:
     def begin(self, text: str) -> None:
         """Start a command. What background jobs printed since the last one becomes part of its output."""
         self.channel.restore_termios()
+        self.channel.discard_input()
         self.drain()
         self._spare = foreground.shell_children(self.channel.process.pid)
         self._sequence += 1
@@ -123,7 +124,7 @@ class ShellDriver:
     def catch_up(self) -> bool:
         """Take what arrived while nobody waited. Returns whether the shell is still there."""
         self._take_records()
-        return not (self.channel.wait(0).ended or self.channel.exit_code() is not None)
+        return not self.channel.ended
 
     # ---------------------------------------------------------------------------------------------------------------------- waiting
     def wait(self, deadline: float, *, for_input: bool = True, quiet_s: float | None = None) -> Outcome:
@@ -193,7 +194,8 @@ class ShellDriver:
             return False
         self._tail = b""
         self.channel.restore_termios()
-        self.channel.restore_termios(echo=False)
+        self.channel.discard_input()
+        self.channel.echo_off()
         self.channel.write_keys(_REENTER)
         return True
 
@@ -235,8 +237,11 @@ class ShellDriver:
         """
         job = foreground.ForegroundJob(self.channel.master_fd, self.channel.process.pid, self._spare)
         try:
+            self.channel.discard_input()  # what was typed into it is not for the next command
             outcome = self._end_job(job)
             job.kill()  # members that let go of the terminal and lived on
+            job.await_end(_KILL_ROUND_S)
+            self.drain()
         finally:
             job.close()
         return outcome

@@ -9,9 +9,11 @@ import contextlib
 import fcntl
 import os
 import platform
+import select
 import signal
 import struct
 import termios
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -185,6 +187,17 @@ class ForegroundJob:
         for pid_fd in self._held.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(pid_fd, signal.SIGKILL)
+
+    def await_end(self, timeout_s: float) -> None:
+        """Wait until all of them are gone; SIGKILL takes effect only when the process runs next."""
+        poll = select.poll()
+        for pid_fd in self._held.values():
+            poll.register(pid_fd, select.POLLIN)
+        left, deadline = len(self._held), time.monotonic() + timeout_s
+        while left and (left_s := deadline - time.monotonic()) > 0:
+            for pid_fd, _ in poll.poll(left_s * 1000):
+                poll.unregister(pid_fd)
+                left -= 1
 
     def close(self) -> None:
         """Give the descriptors back."""

@@ -248,6 +248,7 @@ class Session:
         self._kept.append(visible)
         output = self._kept.take()
         self._text = TextFilter(keep_ansi=self._config.keep_ansi)
+        self._screen.feed(b"\x1b[?1049l")
         try:
             if not self._sandbox.alive:
                 raise SandboxDied("the sandbox is gone")
@@ -262,6 +263,9 @@ class Session:
 
     def _result(self, started: float, exit_code: int | None, state: ShellState, *, timed_out: bool = False) -> ShellResult:
         self._state = state
+        if state is ShellState.IDLE and self._text.alternate:  # a full-screen program was killed: back to the main screen
+            self._text.alternate = False
+            self._screen.feed(b"\x1b[?1049l")
         self._kept.append(self._text.flush(final=state is ShellState.IDLE))
         return ShellResult(*self._kept.take(), exit_code, state, self.cwd, timed_out, time.monotonic() - started)
 

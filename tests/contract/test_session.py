@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from t1_env.errors import SandboxDied, ShellError
 from t1_env.protocol import ShellState
+from t1_env.sandbox.base import SandboxSpec
 from t1_env.shell import Session, ShellConfig, ShellResult
 
 FAST = ShellConfig(timeout_s=20, interrupt_grace_s=0.3, quit_grace_s=0.2, kill_grace_s=0.6)
@@ -29,14 +33,12 @@ def _process_spawner(workdir: Path) -> Any:
     return module.ProcessSpawner(workdir)
 
 
-def _local_sandbox() -> Any:
+def _local_sandbox(spec: SandboxSpec | None = None) -> Any:
     local = pytest.importorskip("t1_env.sandbox.local")
     reason = local.unavailable_reason()
     if reason:
         pytest.skip(f"no local sandbox on this machine: {reason}")
-    from t1_env.sandbox.base import SandboxSpec
-
-    return local.LocalSandbox(SandboxSpec(workdir="/app"))
+    return local.LocalSandbox(spec or SandboxSpec(workdir="/app"))
 
 
 @pytest.fixture(scope="module", params=["process", pytest.param("local", marks=pytest.mark.namespaces)])
@@ -48,6 +50,22 @@ def sandbox(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         backend.start()
     yield backend
     backend.close()
+
+
+@pytest.fixture(params=["process", pytest.param("local", marks=pytest.mark.namespaces)])
+def sandbox_factory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Any]]:
+    made = []
+
+    def make() -> Any:
+        backend = _process_spawner(tmp_path) if request.param == "process" else _local_sandbox()
+        made.append(backend)
+        if request.param == "local":
+            backend.start()
+        return backend
+
+    yield make
+    for backend in made:
+        backend.close()
 
 
 @pytest.fixture
@@ -367,6 +385,29 @@ def test_time_limit_when_the_agent_replaced_the_prompt(session: Session) -> None
     ok(session.run("echo back"), "back\n")
 
 
+def test_text_typed_into_a_program_that_does_not_read_is_dropped_with_it(session: Session) -> None:
+    assert session.keys("sleep 50\n", wait_s=0.1).state is RUNNING
+    check_timeout(session.run("echo never", timeout_s=0.3))
+    ok(session.run("read -t 0.1 x; echo $x"), "\n")
+    assert session.keys("sleep 0.2\n", wait_s=0.05).state is RUNNING
+    session.keys("typed ahead\n", wait_s=0.6)
+    ok(session.run("read -t 0.1 x; echo $x"), "\n")
+
+
+def test_stopped_shell_is_replaced(session: Session) -> None:
+    result = session.run("kill -STOP $$", timeout_s=0.2)
+    check_timeout(result)
+    assert result.state is EXITED
+    ok(session.run("echo new"), "new\n")
+
+
+def test_flow_control_does_not_stop_the_terminal(session: Session) -> None:
+    assert session.run("cat").state is WAITING
+    session.keys("C-s", wait_s=0.05)
+    session.keys("C-c")
+    ok(session.run("echo flows"), "flows\n")
+
+
 # ------------------------------------------------------------------------------------------------------------ the end of the shell
 def test_exit(session: Session) -> None:
     session.run("export A='x y\nz'; cd /usr; export -f 2>/dev/null; B=local; f() { :; }")
@@ -564,6 +605,22 @@ def test_screen_follows_the_output(session: Session) -> None:
     assert lines[9] == " " * 19 + "middle"
 
 
+def test_killed_fullscreen_program_leaves_a_usable_terminal(session: Session) -> None:
+    ok(session.run("echo before; printf '\\e[?1049h\\e[Hgarbage'"), "before\n")
+    ok(session.run("echo after"), "after\n")
+    assert "garbage" not in session.screen_text()
+
+
+def test_cost_does_not_grow_with_history(session: Session) -> None:
+    times = []
+    for i in range(310):
+        started = time.perf_counter()
+        ok(session.run(f"echo turn {i}; x{i}={i}"), f"turn {i}\n")
+        session.screen()
+        times.append(time.perf_counter() - started)
+    assert sum(sorted(times[-50:])[:25]) < 20 * sum(sorted(times[:50])[:25])  # not a benchmark: only that it is not O(history)
+
+
 def test_less(session: Session) -> None:
     has(session, "less")
     session.run("echo before")
@@ -595,3 +652,105 @@ def test_top(session: Session) -> None:
     assert session.run("top", timeout_s=10).state in (FULLSCREEN, WAITING)
     assert "load average" in session.screen_text()
     assert session.keys("q", wait_s=5).exit_code == 0
+
+
+# ------------------------------------------------------------------------------------------------------------------------ the sandbox
+def test_dead_sandbox(sandbox_factory: Callable[[], Any]) -> None:
+    backend = sandbox_factory()
+    session = Session(backend, FAST)
+    session.start()
+    session.run("cd /usr")
+    backend.close()
+    result = session.run("echo x")
+    assert (result.state, result.exit_code, result.cwd) == (ShellState.SANDBOX_DEAD, None, "/usr")
+    assert session.keys("x").state is ShellState.SANDBOX_DEAD
+    session.close()
+
+
+def test_sandbox_that_dies_during_a_command(sandbox_factory: Callable[[], Any]) -> None:
+    backend = sandbox_factory()
+    session = Session(backend, FAST)
+    session.start()
+    timer = threading.Timer(0.3, backend.close)
+    timer.start()
+    result = session.run("echo begun; sleep 30")
+    timer.join()
+    assert (result.state, result.output) == (ShellState.SANDBOX_DEAD, "begun\n")
+    session.close()
+
+
+def test_life_cycle(sandbox: Any) -> None:
+    session = Session(sandbox, FAST)
+    with pytest.raises(ShellError, match="not started"):
+        session.run("true")
+    session.start()
+    with pytest.raises(ShellError, match="already started"):
+        session.start()
+    session.close()
+    session.close()
+    session.start()
+    ok(session.run("echo again"), "again\n")
+    session.close()
+
+
+def test_nothing_is_left_open(sandbox: Any) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    with Session(sandbox, FAST) as warm:
+        warm.run("true")
+    gc.collect()
+    before = descriptors()
+    for _ in range(5):
+        with Session(sandbox, FAST) as session:
+            session.run("sleep 20", timeout_s=0.05)
+            session.run("exit")
+    gc.collect()
+    assert descriptors() <= before
+
+
+def test_sandbox_without_bash() -> None:
+    class Broken:
+        alive = True
+
+        def spawn(self, *arguments: Any, **options: Any) -> Any:
+            raise SandboxDied("gone")
+
+    session = Session(Broken(), FAST)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(SandboxDied):
+        session.start()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.fixture
+def small_session() -> Iterator[Session]:
+    backend = _local_sandbox(SandboxSpec(workdir="/app", storage_mb=16, max_processes=40))
+    backend.start()
+    with Session(backend, FAST) as session:
+        yield session
+    backend.close()
+
+
+@pytest.mark.namespaces
+def test_full_disk(small_session: Session) -> None:
+    result = small_session.run("cat /dev/zero > /tmp/all; echo more >> /tmp/all")
+    assert (result.exit_code, result.state) == (1, IDLE)
+    assert "No space left" in result.output
+    ok(small_session.run("echo works; rm /tmp/all; echo x > /tmp/b; cat /tmp/b"), "works\nx\n")
+
+
+@pytest.mark.namespaces
+def test_fork_bomb(small_session: Session) -> None:
+    small_session.run("bomb() { bomb | bomb & }; bomb", timeout_s=2)
+    time.sleep(0.3)
+    small_session.run("kill -9 -1; true", timeout_s=5)
+    assert small_session.run("echo alive").state is IDLE
+    assert small_session.run("/bin/echo alive").output.endswith("alive\n")
+
+
+@pytest.mark.slow
+def test_a_hundred_megabytes(session: Session) -> None:
+    result = ok(session.run("head -c 100000000 /dev/zero | tr '\\0' x", timeout_s=120))
+    assert result.output_bytes == 100_000_000
+    assert result.elided_bytes == 100_000_000 - FAST.max_output_bytes
