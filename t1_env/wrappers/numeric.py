@@ -48,8 +48,8 @@ class ArrayObservation(
 
     Args:
         env: An environment with T1Terminal's observation space.
-        scaled: Give ``screen`` as float32 in [0, 1] instead of classes, for networks that take it as it is: with inputs up to 95,
-            SB3's PPO does not learn even the smallest task.
+        scaled: Give ``screen`` as float32 in [0, 1] instead of classes, for networks that take it as it is. Running normalisation
+            (SB3's ``VecNormalize``) is no substitute: a cell that is nearly always blank becomes a huge input when it is not.
         max_turns: Turns that count as all of them; default the environment's own limit.
     """
 
