@@ -115,7 +115,7 @@ class Assembly:
         """The codec over the run's tokenizer, which must have been trained."""
         return TurnCodec(ChatTokenizer.load(self.tokenizer_dir))
 
-    def make_env(self) -> Any:
+    def make_env(self, verify: str = "change") -> Any:
         """One environment. ``submit`` ends an episode, not the verifiers: stopping is the policy's to learn."""
         env = gym.make(
             ENV_ID,
@@ -123,6 +123,7 @@ class Assembly:
             task=list(self._config.tasks.train),
             max_turns=self._config.rollout.max_turns,
             end_on_solved=False,
+            verify=verify,
             timing=False,
             step_timeout_s=10.0,
             max_output_bytes=4096,
@@ -144,7 +145,7 @@ class Assembly:
                 self._say(f"demonstrations {done}/{of}  {time.perf_counter() - started:.0f} s")
 
         demonstrations = record_demonstrations(
-            self.make_env,
+            lambda: self.make_env(verify="end"),  # a supervised loss needs no reward in between
             TurnCodec(tokenizer),
             scripts,
             limits=self._limits,

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from t1_agent.algo.mismatch import mismatch_metrics
 from t1_agent.engines.hf import HFEngine
 from t1_agent.models.precision import cast_parameters
 from t1_agent.models.tiny_moe import build_actor, tiny_moe_config
 from t1_agent.routing.metrics import compare_routes
-from t1_agent.algo.mismatch import mismatch_metrics
 from t1_agent.routing.record import RouteRecorder
 from t1_agent.routing.replay import RoutingReplay
 from t1_agent.types import Completion, IntArray, SamplingParams

@@ -16,8 +16,7 @@ from t1_env.errors import TaskError
 from t1_env.tasks.task import Slip
 from t1_env.tasks.words import NAMES, PLACES
 
-
-LEVEL_1_WORDS = {"name": 20, "place": 10}
+LEVEL_1_WORDS = {"name": 24, "place": 12}
 """How many words of each kind level 1 draws from: few enough that a very small model learns to copy each of them."""
 
 

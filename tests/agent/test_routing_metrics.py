@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from t1_agent.routing.metrics import compare_routes
 from t1_agent.algo.mismatch import mismatch_metrics
+from t1_agent.routing.metrics import compare_routes
 
 
 def routes(*rows):
