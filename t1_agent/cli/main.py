@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from t1_agent import __version__
-from t1_env.errors import DependencyMissing, T1Error
+from t1_env.errors import ConfigError, DependencyMissing, T1Error
 
 _EPILOG = """examples:
   t1-agent train @quickstart                           train, evaluate and report; at most 20 minutes on 2 cores
@@ -59,6 +59,13 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("run", type=Path, help="directory of the run, as in runs/quickstart")
     evaluate.add_argument("--tag", default="eval", help="name of the evaluation; an existing one is never overwritten (default: eval)")
     evaluate.add_argument("--instances", type=int, help="number of held-out instances (default: as in the run)")
+    compare = commands.add_parser(
+        "compare",
+        help="several runs of one recipe as one result",
+        description="Gain of PPO over the warm start over runs that differ in their seed, with 95% intervals, as a Markdown table.",
+    )
+    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of finished runs")
+    compare.add_argument("--json", type=Path, help="write the figures to this file too")
     report = commands.add_parser("report", help="write a run's report", description="Write runs/<name>/report/index.html.")
     report.add_argument("run", type=Path, help="directory of the run, as in runs/quickstart")
     return parser
@@ -95,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.command == "report":
         return _report(arguments.run)
+    if arguments.command == "compare":
+        return _compare(arguments.runs, arguments.json)
     if arguments.command == "eval":
         _require_agent_extra()
         from t1_agent.cli.runs import evaluate_run
@@ -124,6 +133,20 @@ def _report(run: Path) -> int:
 
     require_run(run)
     print(write_report(run))
+    return 0
+
+
+def _compare(runs: Sequence[Path], json_path: Path | None) -> int:
+    _require_agent_extra()
+    from t1_agent.eval.seeds import as_markdown, combine_runs
+
+    result = combine_runs(runs)
+    if json_path is not None:
+        try:
+            json_path.write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {json_path}: cannot be written ({error.strerror})") from None
+    print(as_markdown(result), end="")
     return 0
 
 
