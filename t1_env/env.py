@@ -229,7 +229,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         assert self._machine is not None, "set by _start"
         self._isolation = self._machine.sandbox.isolation
         self._tamper = ()
-        self._shell = (ShellState.IDLE, task.workdir)
+        self._shell = (ShellState.IDLE, to_unicode(self._machine.session.cwd))
         self._screen = self._machine.session.screen()
         observation = self._observe(task.instruction, None)
         self._render_human(observation, "")

@@ -10,7 +10,7 @@ from typing import Final, Protocol, runtime_checkable
 from t1_env.errors import ShellError, VerifierError
 from t1_env.protocol import VerifierReport
 from t1_env.sandbox.base import Sandbox, SandboxSpec
-from t1_env.sandbox.images import build_environment
+from t1_env.sandbox.images import BuiltEnvironment, build_environment
 from t1_env.sandbox.registry import make_sandbox, sandbox_names
 from t1_env.shell import Session, ShellConfig
 from t1_env.tasks import Task
@@ -64,7 +64,8 @@ def sandbox_spec(task: Task) -> SandboxSpec:
     """Return the sandbox a task asks for. The network stays off, and every host directory that holds tasks is hidden."""
     environment = task.config.environment
     return SandboxSpec(
-        workdir=task.workdir,
+        # Only the build knows what a variable in WORKDIR stands for; until then no directory of that literal name is made.
+        workdir="/" if "$" in task.workdir and environment.workdir is None else task.workdir,
         env=literal_env(environment.env),
         memory_mb=environment.memory_limit_mb or DEFAULT_MEMORY_MB,
         storage_mb=min(environment.storage_limit_mb or DEFAULT_STORAGE_MB, MAX_STORAGE_MB),
@@ -95,7 +96,13 @@ class Machine:
         self._session: Session | None = None
         self._verify_retries = verify_retries
         self._verified_generation: str | None = None
+        self._built = BuiltEnvironment(env={}, workdir=None)
         self._built_system: dict[str, str] = {}
+
+    @property
+    def workdir(self) -> str:
+        """Where shell and verifiers start: ``[environment] workdir`` of the task if it sets one, else what the build left."""
+        return self.task.config.environment.workdir or self._built.workdir or self.task.workdir
 
     @property
     def session(self) -> Session:
@@ -122,16 +129,16 @@ class Machine:
         with watch.phase("sandbox"):
             self.sandbox.start()
         with watch.phase("build"):
-            built = build_environment(self.sandbox, self.task.environment_dir, self.task.config.environment.build_timeout_sec)
+            self._built = build_environment(self.sandbox, self.task.environment_dir, self.task.config.environment.build_timeout_sec)
         with watch.phase("fingerprint"):
             self._built_system = self._system_changes()
         with watch.phase("collect"):
-            self.verifier_ids = collect(self.sandbox, self.task)
+            self.verifier_ids = collect(self.sandbox, self.task, env=self._built.env, workdir=self.workdir)
         baseline = self.verify(watch)
         if baseline.infra_error is not None:
             raise VerifierError(f"the verifiers of {self.task.id} could not be run on its untouched environment: {baseline.infra_error}")
         with watch.phase("shell"):
-            self._session = Session(self.sandbox, replace(self._shell_config, env={**self._shell_config.env, **built.env}))
+            self._session = Session(self.sandbox, replace(self._shell_config, env=self._shell_env(), cwd=self.workdir))
             self._session.start()
         return baseline
 
@@ -147,7 +154,9 @@ class Machine:
         with watch.phase("fingerprint"):
             generation = self.sandbox.generation()
         with watch.phase("verify"):
-            report = run(self.sandbox, self.task, self.verifier_ids, retries=self._verify_retries)
+            report = run(
+                self.sandbox, self.task, self.verifier_ids, retries=self._verify_retries, env=self._built.env, workdir=self.workdir
+            )
         # Taken before the run: what a background process wrote meanwhile is seen as a change at the next step.
         self._verified_generation = generation if report.infra_error is None else None
         return report
@@ -170,6 +179,10 @@ class Machine:
         with watch.phase("fingerprint"):
             now = self._system_changes()
         return tuple(sorted(path for path in {*now, *self._built_system} if now.get(path) != self._built_system.get(path)))
+
+    def _shell_env(self) -> dict[str, str]:
+        """The image's variables under those of the task, as a container's win over its image's; both over the shell's defaults."""
+        return {**self._shell_config.env, **self._built.env, **literal_env(self.task.config.environment.env)}
 
     def _system_changes(self) -> dict[str, str]:
         return self.sandbox.system_changes() if isinstance(self.sandbox, SeesSystemChanges) else {}

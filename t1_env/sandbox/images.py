@@ -71,6 +71,7 @@ class _Build:
         self._context = context
         self._name = name
         self._deadline = deadline
+        self._base: dict[str, str] = {}
         self._env: dict[str, str] = {}
         self._args: dict[str, str] = {}
         self._workdir: PurePosixPath | None = None
@@ -94,6 +95,9 @@ class _Build:
         """The base is the sandbox itself."""
 
     def _do_env(self, instruction: Instruction) -> None:
+        if "PATH" in instruction.text and not self._base:  # the one variable that Dockerfiles extend without having set it
+            shown = self._sandbox.run(["/bin/sh", "-c", 'printf %s "$PATH"'], cwd="/")
+            self._base["PATH"] = shown.stdout.decode("utf-8", "surrogateescape")
         self._env.update(parse_pairs(instruction, self._variables, self._name))
 
     def _do_arg(self, instruction: Instruction) -> None:
@@ -136,7 +140,7 @@ class _Build:
     # ------------------------------------------------------------------------------------------------------------------ details
     @property
     def _variables(self) -> dict[str, str]:
-        return {**self._args, **self._env}
+        return {**self._base, **self._args, **self._env}
 
     def _copy(self, instruction: Instruction) -> None:
         words = parse_exec_form(instruction.text) or split_words(instruction, self._name)

@@ -43,6 +43,7 @@ class ShellConfig:
         start_timeout_s: Limit on starting (or replacing) the shell.
         keep_ansi: Leave escape sequences and control characters in ``ShellResult.output``; only line ends are normalised.
         env: Variables of the shell on top of the sandbox's.
+        cwd: Directory the shell starts in; None for the sandbox's working directory.
 
     Raises:
         ConfigError: If a value cannot be used.
@@ -60,6 +61,7 @@ class ShellConfig:
     start_timeout_s: float = 20.0
     keep_ansi: bool = False
     env: Mapping[str, str] = field(default_factory=lambda: DEFAULT_ENV)
+    cwd: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "cols"):

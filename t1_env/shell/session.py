@@ -60,7 +60,7 @@ class Session:
         """
         if self._driver is not None:
             raise ShellError("the session is already started: close it first")
-        self._driver = self._open(cwd=None, exports=b"")
+        self._driver = self._open(cwd=self._config.cwd, exports=b"")
         self._state = ShellState.IDLE
 
     def close(self) -> None:

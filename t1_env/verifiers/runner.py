@@ -25,7 +25,7 @@ _collected: dict[str, tuple[str, ...]] = {}
 _collected_lock = threading.Lock()
 
 
-def collect(sandbox: Sandbox, task: Task, *, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def collect(sandbox: Sandbox, task: Task, *, env: Mapping[str, str] | None = None, workdir: str | None = None) -> tuple[str, ...]:
     """List a task's verifiers, in a clone of its freshly built sandbox.
 
     The answer is frozen: it is taken once for each task digest in this process, whatever the agent does later.
@@ -34,6 +34,7 @@ def collect(sandbox: Sandbox, task: Task, *, env: Mapping[str, str] | None = Non
         sandbox: A started sandbox with the task's environment built and nothing done in it yet.
         task: The task.
         env: Variables that building the environment set (Dockerfile ``ENV``), for the tests to see.
+        workdir: Working directory of the tests; default the task's.
 
     Returns:
         pytest node ids relative to the task's ``tests`` directory, in pytest's order.
@@ -48,7 +49,7 @@ def collect(sandbox: Sandbox, task: Task, *, env: Mapping[str, str] | None = Non
         return known
     if not task.tests_dir.is_dir():
         raise TaskError(f"{task.tests_dir}: the task has no tests directory: expected pytest files in it")
-    result = _in_clone(sandbox, clone_payload(task, task.config.verifier.timeout_sec, env), task, "collect", retries=1)
+    result = _in_clone(sandbox, clone_payload(task, task.config.verifier.timeout_sec, env, workdir), task, "collect", retries=1)
     if result.error is not None:
         raise VerifierError(f"the verifiers of {task.id} could not be collected: {result.error}")
     ids = [str(name) for name in result.payload["ids"]]
@@ -71,6 +72,7 @@ def run(
     timeout_s: float | None = None,
     retries: int = 1,
     env: Mapping[str, str] | None = None,
+    workdir: str | None = None,
 ) -> VerifierReport:
     """Run a task's verifiers in a clone of the sandbox as it stands.
 
@@ -82,13 +84,14 @@ def run(
             it, but at least 10 s, so that one that hangs leaves time for the others.
         retries: How often to try again when the machinery fails.
         env: Variables that building the environment set, as for `collect`.
+        workdir: Working directory of the tests, as for `collect`.
 
     Returns:
         A report with every id in the frozen order. If the machinery failed every time, ``infra_error`` says why and there are no
         outcomes.
     """
     limit_s = task.config.verifier.timeout_sec if timeout_s is None else timeout_s
-    payload = clone_payload(task, limit_s, env)
+    payload = clone_payload(task, limit_s, env, workdir)
     payload |= {"ids": list(ids), "test_timeout_s": min(limit_s, max(_MIN_TEST_TIMEOUT_S, limit_s / 4))}
     result = _in_clone(sandbox, payload, task, "run", retries=retries)
     if result.error is not None:
@@ -104,12 +107,12 @@ def ids_digest(ids: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
 
 
-def clone_payload(task: Task, timeout_s: float, env: Mapping[str, str] | None) -> dict[str, Any]:
+def clone_payload(task: Task, timeout_s: float, env: Mapping[str, str] | None, workdir: str | None = None) -> dict[str, Any]:
     """What every entry point of the worker needs to know: the task, its limits and its environment."""
     environment = task.config.environment
     return {
         "tests_dir": TESTS_MOUNT,
-        "workdir": task.workdir,
+        "workdir": task.workdir if workdir is None else workdir,
         "timeout_s": timeout_s,
         "env": literal_env({**(env or {}), **environment.env, **task.config.verifier.env}),
         "inherit_env": True,

@@ -62,7 +62,13 @@ class Settlement:
 
 
 def run_verbatim(
-    sandbox: Sandbox, task: Task, ids: Sequence[str], *, timeout_s: float | None = None, env: Mapping[str, str] | None = None
+    sandbox: Sandbox,
+    task: Task,
+    ids: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    workdir: str | None = None,
 ) -> VerbatimResult:
     """Run ``tests/test.sh`` in a clone of the sandbox as it stands.
 
@@ -72,6 +78,7 @@ def run_verbatim(
         ids: The frozen list of verifiers.
         timeout_s: Limit for the script; default ``[verifier] timeout_sec``.
         env: Variables that building the environment set (Dockerfile ``ENV``).
+        workdir: Working directory of the script; default the task's.
 
     Returns:
         The verdict, or the reason why there is none. Never raises for a failure of the machinery.
@@ -81,7 +88,7 @@ def run_verbatim(
     limit_s = task.config.verifier.timeout_sec if timeout_s is None else timeout_s
     try:
         result = sandbox.run_in_clone(
-            _ENTRY, clone_payload(task, limit_s, env), mounts={TESTS_MOUNT: task.tests_dir}, timeout_s=limit_s + _CLONE_MARGIN_S
+            _ENTRY, clone_payload(task, limit_s, env, workdir), mounts={TESTS_MOUNT: task.tests_dir}, timeout_s=limit_s + _CLONE_MARGIN_S
         )
     except SandboxError as error:
         return VerbatimResult(None, problem=f"{type(error).__name__}: {error}")

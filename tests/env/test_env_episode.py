@@ -52,6 +52,7 @@ class Script:
 
 class ScriptedMachine:
     script: Script
+    cwd = "/app"
 
     def __init__(self, task: Any, factory: Any, shell: Any, *, verify_retries: int) -> None:
         self.task, self.closed = task, False

@@ -1,0 +1,95 @@
+"""What a task's Dockerfile says about variables and the working directory reaches the verifiers, the test script and the shell alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from t1_env.machine import Machine, sandbox_factory, sandbox_spec
+from t1_env.sandbox.local import unavailable_reason
+from t1_env.shell import ShellConfig
+from t1_env.tasks import Task, load_task
+from t1_env.timing import Stopwatch
+
+needs_namespaces = [pytest.mark.namespaces, pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))]
+
+DOCKERFILE = """\
+FROM debian:bookworm-slim
+ARG NAME=shop
+ENV APP_HOME=/srv/$NAME BOTH=image
+ENV PATH=$APP_HOME/bin:$PATH
+WORKDIR $APP_HOME
+COPY files/ ./
+"""
+TESTS = """\
+import os, shutil
+from pathlib import Path
+
+def test_variable(): assert os.environ["APP_HOME"] == "/srv/shop"
+def test_working_directory(): assert (Path.cwd(), Path("stock").read_text()) == (Path("/srv/shop"), "3\\n")
+def test_path(): assert shutil.which("restock") == "/srv/shop/bin/restock" and shutil.which("ls")
+def test_the_task_wins_over_the_image(): assert os.environ["BOTH"] == "task"
+def test_done(): assert Path("done").exists()
+"""
+TEST_SH = '#!/bin/bash\n[ "$PWD" = /srv/shop ] && [ "$BOTH" = task ] && python3 -m pytest -rA "$(dirname "$0")/test_outputs.py"\n'
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    files = {
+        "instruction.md": "Make the file done.",
+        "task.toml": '[environment.env]\nBOTH = "task"\n',
+        "environment/Dockerfile": DOCKERFILE,
+        "environment/files/stock": "3\n",
+        "environment/files/bin/restock": "#!/bin/sh\necho restocked\n",
+        "tests/test_outputs.py": TESTS,
+        "tests/test.sh": TEST_SH,
+    }
+    for name, text in files.items():
+        path = tmp_path / "task" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "task/environment/files/bin/restock").chmod(0o755)
+    return load_task(tmp_path / "task")
+
+
+def machine_for(task: Task, shell: ShellConfig | None = None) -> Machine:
+    return Machine(task, sandbox_factory("local"), shell or ShellConfig(), verify_retries=1)
+
+
+@pytest.fixture
+def machine(task: Task) -> Iterator[Machine]:
+    made = machine_for(task)
+    yield made
+    made.close()
+
+
+def test_no_directory_is_named_after_a_variable(task: Task) -> None:
+    assert task.workdir == "/$APP_HOME"
+    assert sandbox_spec(task).workdir == "/"
+
+
+class TestBuilt:
+    pytestmark = needs_namespaces
+
+    def test_the_image_reaches_verifiers_and_shell(self, machine: Machine) -> None:
+        watch = Stopwatch()
+        report = machine.start(watch)
+        passing = ("variable", "working_directory", "path", "the_task_wins_over_the_image")
+        assert report.as_bools() == {**{f"test_outputs.py::test_{name}": True for name in passing}, "test_outputs.py::test_done": False}
+        assert machine.workdir == "/srv/shop"
+        said = machine.session.run('pwd; echo "$APP_HOME $BOTH"; restock; ls -d /*APP* 2>/dev/null; touch done')
+        assert (said.output.split(), said.cwd) == (["/srv/shop", "/srv/shop", "task", "restocked"], "/srv/shop")
+        assert machine.changed(watch)
+        assert machine.verify(watch).solved
+
+    def test_a_working_directory_of_the_task_wins(self, task: Task) -> None:
+        (task.path / "task.toml").write_text('[environment]\nworkdir = "/srv"\n')
+        machine = machine_for(load_task(task.path))
+        try:
+            assert not machine.start(Stopwatch()).as_bools()["test_outputs.py::test_working_directory"]
+            assert machine.session.run("pwd").output.strip() == "/srv"
+        finally:
+            machine.close()
