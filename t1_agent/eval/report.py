@@ -31,8 +31,8 @@ class _Plot:
 def write_report(run_dir: Path) -> Path:
     """Build the report of a run from what the run wrote.
 
-    Reads ``config.json``, ``metrics.jsonl``, ``eval/<tag>.json``, ``eval/<tag>.parquet``, ``mismatch.json`` and ``cost.json``; a file
-    that is missing leaves its section out, so that a run can be looked at while it is going on.
+    Reads ``config.json``, ``metrics.jsonl``, ``eval/<tag>.json``, ``eval/<tag>.parquet`` and ``mismatch.json``; a file that is missing
+    leaves its section out, so that a run can be looked at while it is going on.
 
     Args:
         run_dir: Directory of the run.
@@ -64,7 +64,7 @@ def write_report(run_dir: Path) -> Path:
         differences=_differences(evaluations),
         plots=_plots(metrics),
         mismatch=_read_json(run_dir / "mismatch.json"),
-        costs=_cost_rows(_read_json(run_dir / "cost.json") or []),
+        costs=_cost_rows(metrics),
         transcripts=transcripts,
         transcript_tags=sorted({t["tag"] for t in transcripts}, key=_tag_key),
         transcript_groups=sorted({t["group"] for t in transcripts}),
@@ -179,31 +179,33 @@ def _compare_or_none(before: EvalResult, after: EvalResult, held_out: bool) -> I
         return None
 
 
-def _cost_rows(costs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    def text(row: Mapping[str, Any], key: str) -> str:
-        return f"{int(row[key]):,}" if row.get(key) is not None else "-"
+_COST_KEYS = ("episodes", "turns", "sampled_tokens", "trained_tokens", "sandbox_seconds")
 
-    rows = [
-        {
-            "phase": str(row["phase"]),
-            "wall": _duration(float(row["wall_s"])),
-            "sandbox_seconds": text(row, "sandbox_s"),
-            **{key: text(row, key) for key in ("episodes", "turns", "sampled_tokens", "trained_tokens")},
-        }
-        for row in costs
+
+def _cost_rows(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Wall time, episodes and tokens by phase, summed over the lines of ``metrics.jsonl``, and their total."""
+    phases: dict[str, dict[str, float]] = {}
+    for line in metrics:
+        phase = _PHASE_NAMES.get(line["phase"], line["phase"])
+        if phase.endswith("/progress"):
+            continue
+        row = phases.setdefault(phase, dict.fromkeys(("wall", *_COST_KEYS), 0.0))
+        row["wall"] += sum(line.get(key) or 0.0 for key in ("time/seconds", "time/collect_s", "time/update_s"))
+        row["episodes"] += line.get("rollout/episodes") or 0.0
+        row["turns"] += line.get("rollout/turns") or 0.0
+        row["sampled_tokens"] += line.get("rollout/sampled_tokens") or 0.0
+        row["trained_tokens"] += line.get("batch/sampled_tokens") or line.get("warmstart/trained_tokens") or 0.0
+        row["sandbox_seconds"] += line.get("rollout/sandbox_s") or 0.0
+    if not phases:
+        return []
+    phases["total"] = {key: sum(row[key] for row in phases.values()) for key in ("wall", *_COST_KEYS)}
+    return [
+        {"phase": phase, "wall": _duration(row["wall"]), **{key: f"{row[key]:,.0f}" if row[key] else "-" for key in _COST_KEYS}}
+        for phase, row in phases.items()
     ]
-    if rows:
-        keys = ("episodes", "turns", "sampled_tokens", "trained_tokens", "sandbox_s")
-        total = {key: sum(row.get(key) or 0 for row in costs) for key in keys}
-        rows.append(
-            {
-                "phase": "total",
-                "wall": _duration(sum(float(row["wall_s"]) for row in costs)),
-                "sandbox_seconds": text(total, "sandbox_s"),
-                **{key: text(total, key) for key in keys[:4]},
-            }
-        )
-    return rows
+
+
+_PHASE_NAMES = {"actor": "actor warm start", "critic": "critic warm start", "ppo": "PPO"}
 
 
 def _duration(seconds: float) -> str:
@@ -212,18 +214,14 @@ def _duration(seconds: float) -> str:
 
 # -------------------------------------------------------------------------------------------------------------------- plots
 _CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("warmstart_actor", "Actor warm start: cross-entropy on demonstrated tokens", (("warmstart/loss", "loss"),)),
-    (
-        "warmstart_critic",
-        "Critic warm start: explained variance of Monte-Carlo returns",
-        (("critic/explained_variance", "explained variance"),),
-    ),
+    ("actor/progress", "Actor warm start: cross-entropy on demonstrated tokens", (("warmstart/loss", "loss"),)),
+    ("critic/progress", "Critic warm start: explained variance of Monte-Carlo returns", (("critic/explained_variance", "explained variance"),)),
     ("ppo", "Training episodes: solved rate", (("rollout/solved_rate", "solved"),)),
-    ("ppo", "Training episodes: share of verifiers that pass", (("rollout/verifier_fraction", "verifiers"),)),
-    ("ppo", "Policy: entropy", (("train/entropy", "entropy"),)),
+    ("ppo", "Training episodes: share of verifiers that pass", (("rollout/verifiers_fraction", "verifiers"),)),
+    ("ppo", "Policy: entropy a token", (("train/entropy", "entropy"),)),
     ("ppo", "Policy: approximate KL and clip fraction", (("train/approx_kl", "KL"), ("train/clip_fraction", "clip fraction"))),
     ("ppo", "Critic: explained variance", (("train/explained_variance", "explained variance"),)),
-    ("ppo", "Sampler against trainer: mean |delta log p|", (("mismatch/mean_abs_delta_logp", "mean |delta log p|"),)),
+    ("ppo", "Routes that would have differed without replay", (("routing/train/live_disagreement", "share of (token, layer) choices"),)),
 )
 
 

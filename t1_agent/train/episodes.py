@@ -25,6 +25,8 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/verifiers_fraction": float(np.mean([t.verifiers_passed / t.verifiers_total for t in sound if t.verifiers_total] or [0.0])),
         "rollout/turns_mean": float(np.mean([len(t.rewards) for t in sound])),
         "rollout/tokens_mean": float(np.mean([len(t.token_ids) for t in sound])),
+        "rollout/turns": float(sum(len(t.rewards) for t in sound)),
+        "rollout/sandbox_s": float(sum(t.metadata.get("sandbox_s", 0.0) for t in sound)),
         "rollout/sampled_tokens": float(sum(int(t.loss_mask.sum()) for t in sound)),
         "rollout/truncated_rate": float(np.mean([t.truncated for t in sound])),
         **{f"tito/repairs/{kind}": float(count) for kind, count in sorted(repairs.items())},

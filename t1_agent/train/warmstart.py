@@ -94,13 +94,16 @@ def warmstart_actor(
     optimizer = torch.optim.AdamW(actor.parameters(), lr=config.actor_lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True)
     actors = Replicas(actor, threads)
     recent: list[dict[str, float]] = []
+    trained_tokens = 0
     for step in range(config.actor_steps):
         factor = learning_rate_factor(step, config.actor_steps, config.actor_lr_warmup_steps, config.schedule)
         for group in optimizer.param_groups:
             group["lr"] = config.actor_lr * factor
         plans = plan_micro_batches(lengths, next(batches), micro_batch_tokens, threads=threads)
         micro = [build_batch(screening.kept, plan) for plan in plans]
-        work = partial(_imitate, screening.kept, sum(batch.n_actions for batch in micro))
+        tokens = sum(batch.n_actions for batch in micro)
+        trained_tokens += tokens
+        work = partial(_imitate, screening.kept, tokens)
         averages = Averages()
         for part in actors.run(work, micro, cost, gradients=True):
             averages.add(*part)
@@ -112,7 +115,8 @@ def warmstart_actor(
         if report is not None:
             report(step + 1, config.actor_steps, metrics)
     summary = {name: float(np.mean([m[name] for m in recent])) for name in ("warmstart/loss", "warmstart/confident") if recent}
-    return summary | {"warmstart/steps": float(config.actor_steps), "warmstart/demonstrations": float(len(screening.kept))}
+    counts = {"steps": config.actor_steps, "demonstrations": len(screening.kept), "trained_tokens": trained_tokens}
+    return summary | {f"warmstart/{name}": float(value) for name, value in counts.items()}
 
 
 def _imitate(demonstrations: Sequence[Trajectory], total: int, actor: Any, batch: Batch) -> tuple[int, dict[str, float]]:
