@@ -215,7 +215,7 @@ def _duration(seconds: float) -> str:
 # -------------------------------------------------------------------------------------------------------------------- plots
 _CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("actor/progress", "Actor warm start: cross-entropy on demonstrated tokens", (("warmstart/loss", "loss"),)),
-    ("critic/progress", "Critic warm start: explained variance of Monte-Carlo returns", (("critic/explained_variance", "explained variance"),)),
+    ("critic/progress", "Critic warm start: explained variance of returns", (("critic/explained_variance", "explained variance"),)),
     ("ppo", "Training episodes: solved rate", (("rollout/solved_rate", "solved"),)),
     ("ppo", "Training episodes: share of verifiers that pass", (("rollout/verifiers_fraction", "verifiers"),)),
     ("ppo", "Policy: entropy a token", (("train/entropy", "entropy"),)),

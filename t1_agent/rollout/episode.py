@@ -18,6 +18,7 @@ from t1_agent.tito.ledger import Ledger
 from t1_agent.tito.observation import render_observation
 from t1_agent.tito.parse import SUBMIT_WORD, parse_action
 from t1_agent.types import Completion, IntArray, Trajectory, Turn
+from t1_env.errors import SandboxError, SandboxUnavailable, ShellError, VerifierError
 from t1_env.protocol import EndReason, Submit
 
 
@@ -79,16 +80,30 @@ class Episode:
         return self._require_ledger().prompt_ids()
 
     def begin(self, task_id: str, seed: int) -> None:
-        """Reset the environment onto a task and write the prompt."""
+        """Reset the environment onto a task and write the prompt.
+
+        A sandbox that cannot be made ends the episode as an infra failure; a machine that can make none raises.
+
+        Raises:
+            SandboxUnavailable: This machine cannot run sandboxes.
+            TaskError: The task is unknown or malformed.
+        """
         self._task_id, self._seed = task_id, seed
-        start = time.perf_counter()
-        _, info = self._env.reset(seed=seed % 2**31, options={"task": task_id})
-        self._sandbox_s += time.perf_counter() - start
-        self._info = info
-        self._instruction = info["instruction"]
         self._ledger = Ledger(self._codec)
+        start = time.perf_counter()
+        try:
+            _, self._info = self._env.reset(seed=seed % 2**31, options={"task": task_id})
+        except SandboxUnavailable:
+            raise
+        except (SandboxError, ShellError, VerifierError) as error:
+            # The environment has tried again by itself. One bad episode must not end a run of thousands.
+            self._info = {"instruction": task_id, "verifiers_passed": 0, "verifiers_total": 0, "infra_error": str(error)}
+            self._truncated, self._end_reason = True, EndReason.INFRA_FAILURE.value
+        self._sandbox_s += time.perf_counter() - start
+        self._instruction = self._info["instruction"]
         self._ledger.append_prompt(self._instruction)
-        self._cut_if_over_budget()
+        if not self.done:
+            self._cut_if_over_budget()
 
     def advance(self, completion: Completion) -> None:
         """Take one sampled turn: append it, act on it, append what came back."""

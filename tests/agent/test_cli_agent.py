@@ -14,7 +14,8 @@ from t1_agent.cli.main import main
 
 
 def run(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "t1_agent", *arguments], capture_output=True, text=True, timeout=120, check=False, **kwargs)  # type: ignore[call-overload, no-any-return]
+    line = [sys.executable, "-m", "t1_agent", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, **kwargs)  # type: ignore[call-overload, no-any-return]
 
 
 def test_help_loads_neither_torch_nor_transformers() -> None:

@@ -18,6 +18,7 @@ from t1_agent.rollout.demonstrations import Script, record_demonstrations
 from t1_agent.rollout.episode import Episode, EpisodeLimits
 from t1_agent.tito import TurnCodec, train_tokenizer, verify_digests
 from t1_agent.types import Completion, SamplingParams
+from t1_env.errors import SandboxDied, SandboxUnavailable
 from t1_env.protocol import Submit
 
 LIMITS = EpisodeLimits(max_turns=5, max_context_tokens=400, max_turn_tokens=16, observation_chars=60)
@@ -198,6 +199,34 @@ def test_an_episode_the_machinery_broke_is_played_again(codec: TurnCodec) -> Non
     assert second.infra_failure
     assert second.rewards.sum() == 0.0
     assert not third.infra_failure
+
+
+def test_a_sandbox_that_cannot_be_made_is_an_infra_failure_and_not_the_end_of_the_run(codec: TurnCodec) -> None:
+    class Broken(EchoEnv):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            assert options is not None
+            if options["task"] == "b":
+                raise SandboxDied("the sandbox is gone")
+            return super().reset(seed=seed, options=options)
+
+    with Collector(Broken, chatty(codec), codec, SamplingParams(max_tokens=16), LIMITS) as collector:
+        first, second = collector.collect(["a", "b"], seed=0)
+    assert not first.infra_failure
+    assert second.infra_failure
+    assert len(second.rewards) == 0
+    assert second.metadata["infra_error"] == "the sandbox is gone"
+
+
+def test_a_machine_without_sandboxes_stops_the_collection(codec: TurnCodec) -> None:
+    class Unavailable(EchoEnv):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            raise SandboxUnavailable("no namespaces here")
+
+    with (
+        Collector(Unavailable, chatty(codec), codec, SamplingParams(max_tokens=16), LIMITS) as collector,
+        pytest.raises(SandboxUnavailable),
+    ):
+        collector.collect(["a"], seed=0)
 
 
 def test_closing_closes_every_environment_and_leaves_no_thread(codec: TurnCodec) -> None:
