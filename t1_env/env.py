@@ -85,7 +85,8 @@ class TerminalEnv(gym.Env[Observation, Action]):
 
     ## Starting State
 
-    A new sandbox with the task's environment built in it, a new shell in the task's working directory, and the verifiers run once.
+    A new sandbox with the task's environment built in it, a new shell in the task's working directory, and the count of
+    verifiers that pass untouched (taken anew until it is known what they say; see `t1_env.verifiers.baseline`).
     Nothing of an earlier episode is reused. With several tasks, `reset(seed=...)` picks one; `reset(options={"task": ...})` names one.
 
     ## Episode End

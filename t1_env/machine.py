@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
@@ -17,7 +16,8 @@ from t1_env.tasks import Task
 from t1_env.tasks.corpus import corpus_root
 from t1_env.tasks.families import cache_dir
 from t1_env.timing import Stopwatch
-from t1_env.verifiers.runner import collect, literal_env, run
+from t1_env.verifiers.baseline import baseline
+from t1_env.verifiers.runner import literal_env, run
 
 DEFAULT_STORAGE_MB: Final = 1024
 DEFAULT_MEMORY_MB: Final = 2048
@@ -30,6 +30,21 @@ class SandboxFactory(Protocol):
 
     def __call__(self, spec: SandboxSpec) -> Sandbox:
         """Return a sandbox for this specification."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBackend:
+    """The factory of a backend that was asked for by name.
+
+    Args:
+        name: Of the backend.
+    """
+
+    name: str
+
+    def __call__(self, spec: SandboxSpec) -> Sandbox:
+        """Return a sandbox for this specification."""
+        return make_sandbox(self.name, spec)
 
 
 @runtime_checkable
@@ -57,7 +72,7 @@ def sandbox_factory(sandbox: str | SandboxFactory) -> SandboxFactory:
         return sandbox
     if sandbox != "local" and sandbox not in sandbox_names():
         make_sandbox(sandbox)  # raises and says why
-    return partial(make_sandbox, sandbox)
+    return NamedBackend(sandbox)
 
 
 def sandbox_spec(task: Task) -> SandboxSpec:
@@ -92,6 +107,7 @@ class Machine:
         self.task = task
         self.sandbox = factory(sandbox_spec(task))
         self.verifier_ids: tuple[str, ...] = ()
+        self._backend = factory.name if isinstance(factory, NamedBackend) else None
         self._shell_config = shell
         self._session: Session | None = None
         self._verify_retries = verify_retries
@@ -112,7 +128,7 @@ class Machine:
         return self._session
 
     def start(self, watch: Stopwatch) -> VerifierReport:
-        """Start the sandbox, build the environment, freeze the verifiers, run them once untouched, start the shell.
+        """Start the sandbox, build the environment, freeze the verifiers, count what passes untouched, start the shell.
 
         Args:
             watch: Counts the seconds of each phase.
@@ -132,15 +148,17 @@ class Machine:
             self._built = build_environment(self.sandbox, self.task.environment_dir, self.task.config.environment.build_timeout_sec)
         with watch.phase("fingerprint"):
             self._built_system = self._system_changes()
-        with watch.phase("collect"):
-            self.verifier_ids = collect(self.sandbox, self.task, env=self._built.env, workdir=self.workdir)
-        baseline = self.verify(watch)
-        if baseline.infra_error is not None:
-            raise VerifierError(f"the verifiers of {self.task.id} could not be run on its untouched environment: {baseline.infra_error}")
+            self._verified_generation = self.sandbox.generation()
+        with watch.phase("verify"):
+            self.verifier_ids, report = baseline(
+                self.sandbox, self.task, backend=self._backend, retries=self._verify_retries, env=self._built.env, workdir=self.workdir
+            )
+        if report.infra_error is not None:
+            raise VerifierError(f"the verifiers of {self.task.id} could not be run on its untouched environment: {report.infra_error}")
         with watch.phase("shell"):
             self._session = Session(self.sandbox, replace(self._shell_config, env=self._shell_env(), cwd=self.workdir))
             self._session.start()
-        return baseline
+        return report
 
     def verify(self, watch: Stopwatch) -> VerifierReport:
         """Run the verifiers in a clone of the sandbox as it stands.

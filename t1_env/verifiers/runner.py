@@ -43,25 +43,11 @@ def collect(sandbox: Sandbox, task: Task, *, env: Mapping[str, str] | None = Non
         TaskError: The test files cannot be collected, hold no test, or give two tests the same id.
         VerifierError: The machinery failed twice.
     """
-    with _collected_lock:
-        known = _collected.get(task.digest)
+    known = _known_ids(task)
     if known is not None:
         return known
-    if not task.tests_dir.is_dir():
-        raise TaskError(f"{task.tests_dir}: the task has no tests directory: expected pytest files in it")
     result = _in_clone(sandbox, clone_payload(task, task.config.verifier.timeout_sec, env, workdir), task, "collect", retries=1)
-    if result.error is not None:
-        raise VerifierError(f"the verifiers of {task.id} could not be collected: {result.error}")
-    ids = [str(name) for name in result.payload["ids"]]
-    if result.payload["errors"]:
-        raise TaskError(f"{task.tests_dir}: the tests cannot be collected: {'; '.join(result.payload['errors'])}")
-    if not ids:
-        raise TaskError(f"{task.tests_dir}: no test found: expected files named test_*.py with functions named test_*")
-    twice = sorted({name for name in ids if ids.count(name) > 1})
-    if twice:
-        raise TaskError(f"{task.tests_dir}: {', '.join(twice)} names more than one test: give each verifier an id of its own")
-    with _collected_lock:
-        return _collected.setdefault(task.digest, tuple(ids))
+    return _freeze(task, result)
 
 
 def run(
@@ -91,15 +77,40 @@ def run(
         outcomes.
     """
     limit_s = task.config.verifier.timeout_sec if timeout_s is None else timeout_s
-    payload = clone_payload(task, limit_s, env, workdir)
-    payload |= {"ids": list(ids), "test_timeout_s": min(limit_s, max(_MIN_TEST_TIMEOUT_S, limit_s / 4))}
+    payload = clone_payload(task, limit_s, env, workdir) | {"ids": list(ids), "test_timeout_s": _test_timeout_s(limit_s)}
     result = _in_clone(sandbox, payload, task, "run", retries=retries)
-    if result.error is not None:
-        return VerifierReport(seconds=result.seconds, infra_error=result.error)
-    outcomes = {name: _outcome(result.payload["outcomes"], name) for name in ids}
-    return VerifierReport(
-        outcomes=MappingProxyType(outcomes), source="runner", seconds=result.seconds, unknown=tuple(result.payload["unknown"])
-    )
+    return VerifierReport(seconds=result.seconds, infra_error=result.error) if result.error is not None else _report(result, ids)
+
+
+def collect_and_run(
+    sandbox: Sandbox, task: Task, *, retries: int = 1, env: Mapping[str, str] | None = None, workdir: str | None = None
+) -> tuple[tuple[str, ...], VerifierReport]:
+    """`collect`, then `run` on the untouched environment, in one clone instead of two where the list is not known yet.
+
+    Args:
+        sandbox: A started sandbox with the task's environment built and nothing done in it yet.
+        task: The task.
+        retries: As for `run`. Collecting is tried twice at least, as in `collect`.
+        env: Variables that building the environment set.
+        workdir: Working directory of the tests.
+
+    Returns:
+        The frozen ids and the report on them.
+
+    Raises:
+        TaskError: As for `collect`.
+        VerifierError: The machinery failed every time and nothing was collected.
+    """
+    known = _known_ids(task)
+    if known is None:
+        limit_s = task.config.verifier.timeout_sec
+        payload = clone_payload(task, limit_s, env, workdir) | {"test_timeout_s": _test_timeout_s(limit_s)}
+        result = _in_clone(sandbox, payload, task, "collect_and_run", retries=max(1, retries), limit_s=2 * limit_s)
+        known = _freeze(task, result)
+        # Another thread may have frozen another list meanwhile (tests that name themselves anew each time): then as ever, on that one.
+        if result.payload["outcomes"] is not None and list(known) == result.payload["ids"]:
+            return known, _report(result, known)
+    return known, run(sandbox, task, known, retries=retries, env=env, workdir=workdir)
 
 
 def ids_digest(ids: Sequence[str]) -> str:
@@ -125,14 +136,52 @@ def literal_env(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if "${" not in value}
 
 
-def _in_clone(sandbox: Sandbox, payload: Mapping[str, Any], task: Task, function: str, *, retries: int) -> CloneResult:
+def _known_ids(task: Task) -> tuple[str, ...] | None:
+    """The frozen ids of a task, None if there are none yet; ``TaskError`` if there can be none."""
+    with _collected_lock:
+        known = _collected.get(task.digest)
+    if known is None and not task.tests_dir.is_dir():
+        raise TaskError(f"{task.tests_dir}: the task has no tests directory: expected pytest files in it")
+    return known
+
+
+def _freeze(task: Task, result: CloneResult) -> tuple[str, ...]:
+    """Freeze what a clone collected, or say why it cannot be."""
+    if result.error is not None:
+        raise VerifierError(f"the verifiers of {task.id} could not be collected: {result.error}")
+    ids = [str(name) for name in result.payload["ids"]]
+    # Errors of a run that followed the collecting (a file that imports only once) are verdicts, not reasons against the list.
+    if result.payload["errors"] and result.payload.get("outcomes") is None:
+        raise TaskError(f"{task.tests_dir}: the tests cannot be collected: {'; '.join(result.payload['errors'])}")
+    if not ids:
+        raise TaskError(f"{task.tests_dir}: no test found: expected files named test_*.py with functions named test_*")
+    twice = sorted({name for name in ids if ids.count(name) > 1})
+    if twice:
+        raise TaskError(f"{task.tests_dir}: {', '.join(twice)} names more than one test: give each verifier an id of its own")
+    with _collected_lock:
+        return _collected.setdefault(task.digest, tuple(ids))
+
+
+def _test_timeout_s(limit_s: float) -> float:
+    return min(limit_s, max(_MIN_TEST_TIMEOUT_S, limit_s / 4))
+
+
+def _report(result: CloneResult, ids: Sequence[str]) -> VerifierReport:
+    outcomes = {name: _outcome(result.payload["outcomes"], name) for name in ids}
+    return VerifierReport(
+        outcomes=MappingProxyType(outcomes), source="runner", seconds=result.seconds, unknown=tuple(result.payload["unknown"])
+    )
+
+
+def _in_clone(
+    sandbox: Sandbox, payload: Mapping[str, Any], task: Task, function: str, *, retries: int, limit_s: float | None = None
+) -> CloneResult:
     """Call the worker, again if the machinery fails. Never raises for a failure of the machinery."""
+    clone_timeout_s = (payload["timeout_s"] if limit_s is None else limit_s) + _CLONE_MARGIN_S
     seconds, error = 0.0, "not attempted"
     for _ in range(retries + 1):
         try:
-            result = sandbox.run_in_clone(
-                f"{_WORKER}:{function}", payload, mounts={TESTS_MOUNT: task.tests_dir}, timeout_s=payload["timeout_s"] + _CLONE_MARGIN_S
-            )
+            result = sandbox.run_in_clone(f"{_WORKER}:{function}", payload, mounts={TESTS_MOUNT: task.tests_dir}, timeout_s=clone_timeout_s)
         except SandboxError as failure:
             return CloneResult(payload=None, seconds=seconds, error=f"{type(failure).__name__}: {failure}")
         seconds += result.seconds

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 from _pytest.main import Session
 
@@ -64,6 +64,9 @@ def test_xfailed(): raise ValueError
 class TestClass:
     def test_method(self): pass
 """
+
+_Wanted: TypeAlias = Sequence[str] | Literal["all"] | None
+"""What a runner is to run: these ids, all that it finds, or nothing (it only collects)."""
 
 _RESULT_FD: Final = 3
 _ENDED: Final = "the runner ended"
@@ -125,6 +128,27 @@ def run(payload: Mapping[str, Any]) -> dict[str, Any]:
     """
     supervisor = _Supervisor(payload, ids=list(payload["ids"]))
     supervisor.supervise()
+    return _run_report(supervisor)
+
+
+def collect_and_run(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """List the verifiers of a task and run them, in one go: what `collect` and then `run` with its ids would say.
+
+    Args:
+        payload: As for `run`, without ``ids``. ``timeout_s`` holds for collecting and for running, each.
+
+    Returns:
+        What `collect` and `run` return, as one. ``outcomes`` is None where nothing was run: the list cannot be frozen (an error, no test,
+        an id that two tests have), or collecting took longer than `run` gives it.
+    """
+    supervisor = _Supervisor(payload, ids=None, freeze=True)
+    supervisor.supervise()
+    if supervisor.ids is None:
+        return {"ids": supervisor.found, "errors": supervisor.errors, "outcomes": None}
+    return {"ids": supervisor.ids, **_run_report(supervisor)}
+
+
+def _run_report(supervisor: _Supervisor) -> dict[str, Any]:
     return {
         "outcomes": supervisor.outcomes(),
         "unknown": supervisor.unknown(),
@@ -135,15 +159,21 @@ def run(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 # -------------------------------------------------------------------------------------------------------------------- supervisor
 class _Supervisor:
-    """Forks runners, reads their records, keeps time. Executes no test code and holds no file of the agent open."""
+    """Forks runners, reads their records, keeps time. Executes no test code and holds no file of the agent open.
 
-    def __init__(self, payload: Mapping[str, Any], ids: list[str] | None) -> None:
+    With ``ids=None`` it collects; with ``freeze`` as well it runs what was collected, if that can be frozen, and sets ``ids``.
+    """
+
+    def __init__(self, payload: Mapping[str, Any], ids: list[str] | None, *, freeze: bool = False) -> None:
         self.payload = payload
         self.tests_dir = os.fspath(payload["tests_dir"])
         if not Path(self.tests_dir).is_dir():
             raise RuntimeError(f"the test directory {self.tests_dir!r} is not there: it must be mounted before the verifiers run")
         self.ids = ids
-        self.deadline = time.monotonic() + float(payload["timeout_s"])
+        self.freeze = freeze
+        self.timeout_s = float(payload["timeout_s"])
+        self.started_at = time.monotonic()
+        self.deadline = self.started_at + self.timeout_s
         self.test_timeout_s = float(payload.get("test_timeout_s", payload["timeout_s"]))
         self.found: list[str] = []
         self.errors: list[str] = []
@@ -157,6 +187,7 @@ class _Supervisor:
         remaining = self._remaining()
         while True:
             why = self._one_runner(remaining)
+            remaining = remaining or list(self.ids or ())  # frozen by the runner that has just ended
             if self._current is not None:
                 self._verdict(self._current, "error", 0.0, why)
             left = self._remaining()
@@ -214,12 +245,13 @@ class _Supervisor:
         self.runners += 1
         self._current = None
         self.found, self.errors, self._collected = [], [], False
+        wanted: _Wanted = remaining if self.ids is not None else "all" if self.freeze else None
         nonce = secrets.token_hex(16)
         read_fd, write_fd = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(read_fd)
-            _runner_main(self.payload, self.tests_dir, None if self.ids is None else remaining, write_fd, nonce)
+            _runner_main(self.payload, self.tests_dir, wanted, write_fd, nonce)
         os.close(write_fd)
         try:
             return self._read_out(pid, read_fd, nonce)
@@ -253,12 +285,23 @@ class _Supervisor:
                     kind = self._record(line, nonce)
                     if kind == "end":
                         return _ENDED
+                    if kind == "collected" and self.freeze and not self._freeze():
+                        return _ENDED
                     if kind is not None:
                         limit = min(self.deadline, time.monotonic() + self.test_timeout_s)
                 if pidfd in ready and not chunk:
                     return "the process running it exited before reporting a verdict"
         finally:
             os.close(pidfd)
+
+    def _freeze(self) -> bool:
+        """Take what was collected as the list to run, with a run's own time; False if it must not be run."""
+        if self.ids is None:
+            now = time.monotonic()
+            if self.errors or not self.found or len(set(self.found)) < len(self.found) or now - self.started_at > self.test_timeout_s:
+                return False
+            self.ids, self.deadline = list(self.found), now + self.timeout_s
+        return True
 
     def _record(self, line: bytes, nonce: str) -> str | None:
         """Take in one record. Anything that does not carry the nonce is dropped, whoever wrote it."""
@@ -296,7 +339,7 @@ def _kill_group(pid: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------------ runner
-def _runner_main(payload: Mapping[str, Any], tests_dir: str, ids: Sequence[str] | None, write_fd: int, nonce: str) -> NoReturn:
+def _runner_main(payload: Mapping[str, Any], tests_dir: str, wanted: _Wanted, write_fd: int, nonce: str) -> NoReturn:
     """Body of the forked runner. Leaves only through ``os._exit``, so that nothing of the parent runs twice."""
     try:
         os.setsid()
@@ -312,9 +355,9 @@ def _runner_main(payload: Mapping[str, Any], tests_dir: str, ids: Sequence[str] 
 
         session = _warm_session or new_session()
         recorder, items = collect_tests(session, tests_dir, report)
-        if ids is not None:
-            wanted = set(ids)
-            run_tests(session, recorder, [(name, same[0]) for name, same in items.items() if name in wanted], report)
+        if wanted is not None:
+            chosen = items.keys() if wanted == "all" else set(wanted)
+            run_tests(session, recorder, [(name, same[0]) for name, same in items.items() if name in chosen], report)
         report({"kind": "end"})
     finally:
         os._exit(0)  # the supervisor goes by records, never by exit status

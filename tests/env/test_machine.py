@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from t1_env.machine import Machine, sandbox_factory, sandbox_spec
-from t1_env.sandbox.local import unavailable_reason
+from t1_env.protocol import VerifierReport
+from t1_env.sandbox.base import CloneResult
+from t1_env.sandbox.local import LocalSandbox, unavailable_reason
 from t1_env.shell import ShellConfig
 from t1_env.tasks import Task, load_task
 from t1_env.timing import Stopwatch
@@ -84,6 +87,32 @@ class TestBuilt:
         assert (said.output.split(), said.cwd) == (["/srv/shop", "/srv/shop", "task", "restocked"], "/srv/shop")
         assert machine.changed(watch)
         assert machine.verify(watch).solved
+
+    def test_the_first_start_of_a_task_takes_one_clone_the_next_none(self, task: Task) -> None:
+        (task.path / "instruction.md").write_text("Another digest: nothing is known of it.")
+        task = load_task(task.path)
+        clones = []
+
+        class Counting(LocalSandbox):
+            def run_in_clone(self, entry: str, *args: Any, **kwargs: Any) -> CloneResult:
+                clones.append(entry.partition(":")[2])
+                return super().run_in_clone(entry, *args, **kwargs)
+
+        def start(backend: str | None) -> VerifierReport:
+            machine = Machine(task, Counting, ShellConfig(), verify_retries=1)
+            machine._backend = backend
+            try:
+                report = machine.start(Stopwatch())
+                assert not machine.changed(Stopwatch())
+                machine.session.run("touch done")
+                assert machine.changed(Stopwatch())
+            finally:
+                machine.close()
+            return report
+
+        reports = [start("local"), start("local"), start(None)]
+        assert clones == ["collect_and_run", "run"]
+        assert len({tuple(report.as_bools().items()) for report in reports}) == 1
 
     def test_a_working_directory_of_the_task_wins(self, task: Task) -> None:
         (task.path / "task.toml").write_text('[environment]\nworkdir = "/srv"\n')

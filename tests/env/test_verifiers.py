@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,9 @@ from t1_env.protocol import VerifierStatus
 from t1_env.sandbox.base import CloneResult
 from t1_env.tasks.schema import T1Metadata, TaskConfig
 from t1_env.tasks.task import Task
-from t1_env.verifiers import collect, ids_digest, run
+from t1_env.verifiers import baseline as baseline_module
+from t1_env.verifiers import collect, collect_and_run, ids_digest, run
+from t1_env.verifiers.baseline import baseline
 
 
 class ScriptedClone:
@@ -116,6 +119,109 @@ def test_run_does_not_retry_on_a_dead_sandbox(task):
     sandbox = ScriptedClone(SandboxDied("gone"))
     assert "gone" in run(sandbox, task, ("a",)).infra_error
     assert len(sandbox.calls) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ the untouched environment
+def answer(errors=(), **statuses):
+    outcomes = {name: [status, 0.1, ""] for name, status in statuses.items()}
+    return {"ids": list(statuses), "errors": list(errors), "outcomes": outcomes, "unknown": [], "runners": 1}
+
+
+def test_collect_and_run_takes_one_clone_then_only_runs(task):
+    sandbox = ScriptedClone(answer(a="failed", b="passed"), answer(a="passed", b="passed"))
+    ids, report = collect_and_run(sandbox, task, env={"A": "image", "B": "2"}, workdir="/srv")
+    assert (ids, report.as_bools(), report.source) == (("a", "b"), {"a": False, "b": True}, "runner")
+    ids, report = collect_and_run(sandbox, task)
+    assert (ids, report.passed) == (("a", "b"), 2)
+    assert collect(sandbox, task) == ids
+    (first, payload, mounts, timeout_s), (second, *_) = sandbox.calls
+    assert (first, second) == ("t1_env.verifiers.worker:collect_and_run", "t1_env.verifiers.worker:run")
+    assert (payload["env"], payload["workdir"], payload["test_timeout_s"]) == ({"A": "1", "B": "2"}, "/srv", 25.0)
+    assert mounts == {"/tests": task.tests_dir}
+    assert timeout_s > 200  # collecting and running have the task's limit each
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        (listing(), "no test found"),
+        (listing("a.py::x", errors=["b.py: SyntaxError"]), "b.py: SyntaxError"),
+        (listing("a.py::x", "a.py::x"), "a.py::x names more than one test"),
+    ],
+)
+def test_collect_and_run_refuses_what_collect_refuses(task, listed, message):
+    with pytest.raises(TaskError, match=message):
+        collect_and_run(ScriptedClone({**listed, "outcomes": None}), task)
+    with pytest.raises(VerifierError, match="second"):
+        collect_and_run(ScriptedClone("first", "second"), task, retries=0)
+    task.tests_dir.rmdir()
+    with pytest.raises(TaskError, match="no tests directory"):
+        collect_and_run(ScriptedClone(), task)
+
+
+def test_what_was_only_collected_is_run_on_its_own(task):
+    sandbox = ScriptedClone({**listing("a"), "outcomes": None}, answer(a="error"))
+    ids, report = collect_and_run(sandbox, task)
+    assert (ids, report.outcomes["a"].status) == (("a",), VerifierStatus.ERROR)
+    assert [entry.partition(":")[2] for entry, *_ in sandbox.calls] == ["collect_and_run", "run"]
+
+
+def test_errors_of_the_run_do_not_speak_against_the_list(task):
+    ids, report = collect_and_run(ScriptedClone(answer(errors=["a.py: imports only once"], a="error")), task)
+    assert (ids, report.passed) == (("a",), 0)
+
+
+@pytest.fixture
+def _nothing_kept(monkeypatch):
+    monkeypatch.setattr(baseline_module, "_kept", {})
+
+
+def with_dockerfile(task, text):
+    (task.path / "environment").mkdir(exist_ok=True)
+    (task.path / "environment" / "Dockerfile").write_text(text)
+    return task
+
+
+@pytest.mark.usefixtures("_nothing_kept")
+class TestBaseline:
+    def runs(self, task, *answers, backend="local", times):
+        sandbox = ScriptedClone(*answers)
+        got = [baseline(sandbox, task, backend=backend) for _ in range(times)]
+        return len(sandbox.calls), [report.as_bools() for _, report in got]
+
+    def test_a_copied_environment_is_judged_once_for_each_backend(self, task):
+        with_dockerfile(task, "FROM x\nENV A=1\nWORKDIR /app\nCOPY files/ ./\n")
+        assert self.runs(task, answer(a="passed"), times=3) == (1, [{"a": True}] * 3)
+        assert self.runs(task, answer(a="failed"), backend="other", times=2) == (1, [{"a": False}] * 2)
+
+    def test_a_command_in_the_build_needs_a_second_environment_to_agree(self, task):
+        with_dockerfile(task, "FROM x\nRUN date > now\n")
+        answers = [answer(a=status) for status in ("passed", "failed", "failed")]
+        assert self.runs(task, *answers, times=5) == (3, [{"a": True}, *[{"a": False}] * 4])
+
+    @pytest.mark.parametrize("status", ["error", "missing"])
+    def test_a_verifier_that_did_not_decide_is_asked_again(self, task, status):
+        with_dockerfile(task, "FROM x\n")
+        assert self.runs(task, answer(a=status), answer(a="passed"), times=3) == (2, [{"a": False}, {"a": True}, {"a": True}])
+
+    def test_a_sandbox_of_the_callers_own_is_always_judged(self, task):
+        with_dockerfile(task, "FROM x\n")
+        assert self.runs(task, *[answer(a="failed")] * 3, backend=None, times=3)[0] == 3
+
+    def test_a_failure_of_the_machinery_is_not_kept(self, task):
+        with_dockerfile(task, "FROM x\nRUN true\n")
+        sandbox = ScriptedClone(answer(a="failed"), "broken", "broken", answer(a="failed"))
+        reports = [baseline(sandbox, task, backend="local")[1] for _ in range(4)]
+        assert [report.infra_error for report in reports] == [None, "broken", None, None]
+
+    def test_the_oldest_goes_first(self, task, monkeypatch, tmp_path):
+        monkeypatch.setattr(baseline_module, "MAX_KEPT", 2)
+        with_dockerfile(task, "FROM x\n")
+        tasks = [replace(task, digest=f"{tmp_path}/{index}") for index in range(3)]
+        sandbox = ScriptedClone(*[answer(a="failed")] * 4)
+        for index in (0, 1, 2, 2, 1, 0):
+            baseline(sandbox, tasks[index], backend="local")
+        assert len(sandbox.calls) == 4
 
 
 def test_ids_digest_depends_on_order_and_names():

@@ -88,6 +88,10 @@ def bench(zygote, tmp_path):
             payload = {"tests_dir": str(tests), "workdir": str(app), "ids": ids, "timeout_s": timeout_s, "test_timeout_s": test_timeout_s}
             return zygote("run", {**payload, **more})
 
+        def collect_and_run(self, timeout_s=20, test_timeout_s=10):
+            payload = {"tests_dir": str(tests), "workdir": str(app), "timeout_s": timeout_s, "test_timeout_s": test_timeout_s}
+            return zygote("collect_and_run", payload)
+
         def statuses(self, **kwargs):
             report = self.run(**kwargs)
             return {name.partition("::")[2]: status for name, (status, _, _) in report["outcomes"].items()}
@@ -236,6 +240,71 @@ def test_a_broken_conftest_is_an_error(bench):
     report = bench.run(ids=["test_outputs.py::test_x"])
     assert report["outcomes"]["test_outputs.py::test_x"][0] == "error"
     assert "broken conftest" in report["outcomes"]["test_outputs.py::test_x"][2]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test_a(): pass\ndef test_b(): assert 0\nclass TestC:\n    def test_d(self): pass\n",
+        "import pytest\n@pytest.mark.parametrize('x', ['a b', 2])\ndef test_p(x): assert x == 2\ndef test_skip(): pytest.skip('no')\n",
+        "import os\ndef test_a(): pass\ndef test_exit(): os._exit(0)\ndef test_b(): pass\n",
+        "import ctypes\ndef test_only(): ctypes.string_at(0)\n",
+        "import time\ndef test_hang(): time.sleep(60)\ndef test_b(): pass\n",
+        "import pytest\ndef test_exit(): pytest.exit('x')\ndef test_b(): pass\n",
+        # A second runner cannot import it: an error of the run, not of the list.
+        "import os\nos.mkdir(APP + '/once')\ndef test_exit(): os._exit(0)\ndef test_b(): pass\n",
+    ],
+)
+def test_collecting_and_running_in_one_go_says_the_same(bench, source):
+    bench.test_file(source)
+    ids = bench.collect()["ids"]
+    for path in bench.app.iterdir():
+        path.rmdir()
+    two = bench.run(ids=ids, test_timeout_s=0.7)
+    for path in bench.app.iterdir():
+        path.rmdir()
+    one = bench.collect_and_run(test_timeout_s=0.7)
+    assert one["ids"] == ids
+    assert {name: status for name, (status, _, _) in one["outcomes"].items()} == {
+        name: status for name, (status, _, _) in two["outcomes"].items()
+    }
+    assert (one["unknown"], one["runners"]) == (two["unknown"], two["runners"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = 1\n",
+        "def broken(:\n",
+        "import no_such_module\ndef test_a(): pass\n",
+        "import os\nos._exit(0)\ndef test_a(): pass\n",
+        "import pytest\npytest.skip('all of it', allow_module_level=True)\ndef test_a(): pass\n",
+    ],
+)
+def test_a_list_that_cannot_be_frozen_is_not_run(bench, source):
+    bench.test_file(source)
+    assert bench.collect_and_run() == {**bench.collect(), "outcomes": None}
+
+
+def test_a_list_with_an_id_twice_is_not_run(bench):
+    (bench.tests / "conftest.py").write_text(
+        "import pytest\n"
+        "def pytest_pycollect_makeitem(collector, name, obj):\n"
+        "    if name == 'test_twice': return [pytest.Function.from_parent(collector, name=name) for _ in range(2)]\n"
+    )
+    bench.test_file("def test_twice(): pass\n")
+    assert bench.collect_and_run() == {"ids": ["test_outputs.py::test_twice"] * 2, "errors": [], "outcomes": None}
+
+
+def test_collecting_that_takes_longer_than_a_run_may_is_no_run(bench):
+    bench.test_file("import time\ntime.sleep(0.6)\ndef test_a(): pass\n")
+    assert bench.collect_and_run(test_timeout_s=0.2) == {"ids": ["test_outputs.py::test_a"], "errors": [], "outcomes": None}
+    assert bench.collect_and_run(test_timeout_s=5)["outcomes"]["test_outputs.py::test_a"][0] == "passed"
+
+
+def test_collecting_and_running_have_the_whole_limit_each(bench):
+    bench.test_file("import time\ntime.sleep(0.7)\ndef test_a(): time.sleep(0.7)\n")
+    assert bench.collect_and_run(timeout_s=1.2)["outcomes"]["test_outputs.py::test_a"][0] == "passed"
 
 
 def test_unknown_missing_and_duplicated_ids(bench):
