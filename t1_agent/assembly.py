@@ -261,10 +261,13 @@ class Assembly:
         held_in = [e for e in result.episodes if not e.group.startswith("held-out")]
         held_out = [e for e in result.episodes if e.group.startswith("held-out")]
         metrics = episode_metrics(episodes)
+        said = []
         for name, part in (("held_out_instances", held_in), ("held_out_families", held_out)):
             if part:
-                metrics[f"eval/{name}/solved_rate"] = sum(e.solved for e in part) / len(part)
-                metrics[f"eval/{name}/verifiers_mean"] = sum(e.verifiers_passed for e in part) / len(part)
+                solved = metrics[f"eval/{name}/solved_rate"] = sum(e.solved for e in part) / len(part)
+                verifiers = metrics[f"eval/{name}/verifiers_mean"] = sum(e.verifiers_passed for e in part) / len(part)
+                said.append(f"{name.replace('_', ' ')} {100 * solved:.1f}% solved, {verifiers:.2f} verifiers (n={len(part)})")
+        self._say(f"evaluation {tag}: {'; '.join(said)}")
         return metrics
 
     def measure_mismatch(self, actor: Any, codec: TurnCodec) -> None:
@@ -286,6 +289,11 @@ class Assembly:
             temperature=self._config.rollout.temperature,
             max_tokens=self._config.optim.micro_batch_tokens,
         )
+        for row in table["rows"]:
+            self._say(
+                f"mismatch, TITO {row['tito']}, R3 {row['r3']}: mean |delta log p| {row['mean_abs']:.5f}, "
+                f"{row['drift_tokens']} drift tokens in the loss"
+            )
         write_atomically(self._run.path / "mismatch.json", json.dumps(table, indent=1) + "\n")
 
 

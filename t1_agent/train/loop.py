@@ -131,7 +131,6 @@ class _Road:
         started = time.perf_counter()
         result = {name: float(value) for name, value in self.evaluator.evaluate(tag).items() if isinstance(value, int | float)}
         self.run.log(f"eval/{tag}", step, result | {"time/seconds": time.perf_counter() - started})
-        self.parts.say(progress_line(f"evaluation {tag}", result, tuple(result)))
 
     def _collect(self, phase: str, index: int, n_episodes: int) -> list[Trajectory]:
         seed = derive_seed(self.config.seed, "collect", phase, index)
