@@ -34,6 +34,7 @@ class EnvConfig:
         cols: Columns of the terminal.
         verify: When verifiers run: after a step that changed the filesystem (``"change"``), after every step (``"step"``), or once at the
             end of the episode (``"end"``).
+        verbatim: Whether the task's own ``test.sh`` is run at the end of the episode and must agree with the verifiers.
         render_mode: None, ``"ansi"`` or ``"human"``.
         timing: Whether ``info["_timing"]`` is filled.
         retries: How often a failed reset or verification is tried again before it counts as an infrastructure failure.
@@ -54,6 +55,7 @@ class EnvConfig:
     rows: int = 24
     cols: int = 80
     verify: str = "change"
+    verbatim: bool = True
     render_mode: str | None = None
     timing: bool = True
     retries: int = 1
@@ -72,6 +74,8 @@ class EnvConfig:
         if self.gamma is not None and not (_is_number(self.gamma) and 0.0 < self.gamma <= 1.0):
             raise ConfigError(f"gamma={self.gamma!r}: expected a number in (0, 1], or None for the plain reward")
         _require_choice("verify", self.verify, VERIFY_MODES)
+        if not isinstance(self.verbatim, bool):
+            raise ConfigError(f"verbatim={self.verbatim!r}: expected True or False")
         if self.render_mode is not None:
             _require_choice("render_mode", self.render_mode, RENDER_MODES)
         if not (isinstance(self.sandbox, str) or callable(self.sandbox)):

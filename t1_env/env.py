@@ -13,7 +13,18 @@ from t1_env.config import EnvConfig, reject_unknown
 from t1_env.episode import Budget, Episode
 from t1_env.errors import ImageBuildError, SandboxDied, SandboxError, SandboxUnavailable, ShellError, T1Error, VerifierError
 from t1_env.machine import Machine, sandbox_factory
-from t1_env.protocol import SCHEMA_VERSION, SHELL_STATES, Action, Command, EndReason, Keys, ShellState, Submit, VerifierReport
+from t1_env.protocol import (
+    SCHEMA_VERSION,
+    SHELL_STATES,
+    Action,
+    Command,
+    EndReason,
+    Keys,
+    ShellState,
+    Submit,
+    VerbatimVerdict,
+    VerifierReport,
+)
 from t1_env.reward import RewardInput, make_reward, total
 from t1_env.shell import ShellConfig, ShellResult
 from t1_env.spaces import MAX_ACTION_CHARS, MAX_CWD_CHARS, NO_EXIT_CODE, TerminalAction, clip_text, observation_space, to_unicode
@@ -23,6 +34,7 @@ from t1_env.wrappers.record import screen_lines
 
 Observation = dict[str, Any]
 _STEP_MARGIN_S = 1.0
+_MAX_NOTE_CHARS = 2000
 
 
 class TerminalEnv(gym.Env[Observation, Action]):
@@ -92,7 +104,8 @@ class TerminalEnv(gym.Env[Observation, Action]):
     ## Episode End
 
     1. Termination: the agent submits (`end_reason="submitted"`).
-    2. Termination: every verifier passes, unless `end_on_solved=False` (`"solved"`).
+    2. Termination: every verifier passes, unless `end_on_solved=False` (`"solved"`). If `test.sh` then disagrees, the episode has
+       ended all the same, with the lower count.
     3. Truncation: `max_turns`, `time_limit_s` or `byte_limit` is used up (`"turn_limit"`, `"time_limit"`, `"byte_limit"`).
     4. Truncation: the machinery failed (`"infra_failure"`). The reward is 0.0, `info["infra_error"]` says what broke, and the episode must
        not be trained on.
@@ -113,6 +126,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
     | `max_output_bytes` | `16384` | Bytes of output kept each step |
     | `rows`, `cols` | `24`, `80` | Size of the terminal |
     | `verify` | `"change"` | Run verifiers after steps that changed the filesystem, `"step"`: after all, `"end"`: at the end |
+    | `verbatim` | `True` | Whether the task's own `test.sh` is run at the end of an episode; if it disagrees, the lower count is paid |
     | `render_mode` | `None` | `"ansi"`: `render()` returns the screen; `"human"`: every step is printed |
     | `timing` | `True` | Whether `info["_timing"]` is filled |
     | `retries` | `1` | How often a failed reset or verification is tried again |
@@ -129,7 +143,8 @@ class TerminalEnv(gym.Env[Observation, Action]):
     | `verifiers_passed` | `int` | Verifiers that pass, as of the last verification |
     | `verifiers_total` | `int` | Verifiers of the task |
     | `verifiers` | `dict[str, bool]` | Verifier id -> whether it passes |
-    | `verifier_source` | `str` | Where the verdicts came from |
+    | `verifier_source` | `str` | Where the verdicts came from: `"runner"`, or what `test.sh` left if that is what is paid |
+    | `verbatim` | `dict[str, str]` | What `test.sh` said: `verdict` (a `VerbatimVerdict`, `"not_run"` before the end), `source`, `note` |
     | `reward_terms` | `dict[str, float]` | Parts of the reward |
     | `end_reason` | `str` or `None` | See Episode End |
     | `infra_error` | `str` or `None` | What broke |
@@ -165,6 +180,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         rows: int = 24,
         cols: int = 80,
         verify: str = "change",
+        verbatim: bool = True,
         render_mode: str | None = None,
         timing: bool = True,
         retries: int = 1,
@@ -183,6 +199,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
             rows=rows,
             cols=cols,
             verify=verify,
+            verbatim=verbatim,
             render_mode=render_mode,
             timing=timing,
             retries=retries,
@@ -201,6 +218,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         self._baseline = self._report = VerifierReport()
         self._isolation = "none"
         self._tamper: tuple[str, ...] = ()
+        self._verbatim = _verbatim_info(VerbatimVerdict.NOT_RUN)
         self._shell: tuple[ShellState, str] = (ShellState.IDLE, "/")
         self._screen = np.zeros((rows, cols), dtype=np.uint32)
 
@@ -229,7 +247,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         self._episode = Episode(self._budget)
         assert self._machine is not None, "set by _start"
         self._isolation = self._machine.sandbox.isolation
-        self._tamper = ()
+        self._tamper, self._verbatim = (), _verbatim_info(VerbatimVerdict.NOT_RUN)
         self._shell = (ShellState.IDLE, to_unicode(self._machine.session.cwd))
         self._screen = self._machine.session.screen()
         observation = self._observe(task.instruction, None)
@@ -304,6 +322,8 @@ class TerminalEnv(gym.Env[Observation, Action]):
             solved=self._report.solved,
             infra_failure=error is not None,
         )
+        if self.config.verbatim and end_reason is not None and error is None:
+            self._verbatim = self._settle(machine)
         terms = self._reward(RewardInput(self._baseline, previous, self._report, end_reason))
         if error is not None:
             self._close_machine()
@@ -349,6 +369,15 @@ class TerminalEnv(gym.Env[Observation, Action]):
             self._tamper = machine.tampered(self._watch)
         return machine.verify(self._watch) if changed or self.config.verify == "step" else self._report
 
+    def _settle(self, machine: Machine) -> dict[str, str]:
+        """Let the task's ``test.sh`` speak at the end: the report becomes what is to be paid. Returns ``info["verbatim"]``."""
+        try:
+            settled = machine.settle(self._report, self._watch)
+        except (SandboxError, OSError) as failure:  # the verifiers have spoken: what breaks after them takes nothing back
+            return _verbatim_info(VerbatimVerdict.INFRA_FAILURE, note=f"{type(failure).__name__}: {failure}")
+        self._report = settled.report
+        return _verbatim_info(settled.verdict, settled.source, settled.note or "; ".join(settled.differences))
+
     # ------------------------------------------------------------------------------------------------- what is handed out
     def _observe(self, output: str, exit_code: int | None) -> Observation:
         state, cwd = self._shell
@@ -374,6 +403,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
             "verifiers_total": self._report.total,
             "verifiers": self._report.as_bools(),
             "verifier_source": self._report.source,
+            "verbatim": dict(self._verbatim),
             "reward_terms": dict(terms),
             "end_reason": None if end_reason is None else end_reason.value,
             "infra_error": infra_error,
@@ -417,6 +447,11 @@ def _may_be_last(episode: Episode, output_bytes: int) -> bool:
     """Whether the step in progress ends the episode, or could because its time runs out before the step is over."""
     remaining_s = episode.remaining_s
     return episode.will_reach_a_limit(output_bytes) or (remaining_s is not None and remaining_s < _STEP_MARGIN_S)
+
+
+def _verbatim_info(verdict: VerbatimVerdict, source: str = "", note: str = "") -> dict[str, str]:
+    """The same keys and types on every step: a None that becomes a dict at the end would break Gymnasium's batching of infos."""
+    return {"verdict": verdict.value, "source": source, "note": note[:_MAX_NOTE_CHARS]}
 
 
 def _checked_action(action: Any) -> Command | Keys | Submit:

@@ -18,6 +18,7 @@ from t1_env.tasks.families import cache_dir
 from t1_env.timing import Stopwatch
 from t1_env.verifiers.baseline import baseline
 from t1_env.verifiers.runner import literal_env, run
+from t1_env.verifiers.verbatim import Settlement, run_verbatim, settle
 
 DEFAULT_STORAGE_MB: Final = 1024
 DEFAULT_MEMORY_MB: Final = 2048
@@ -178,6 +179,30 @@ class Machine:
         # Taken before the run: what a background process wrote meanwhile is seen as a change at the next step.
         self._verified_generation = generation if report.infra_error is None else None
         return report
+
+    def settle(self, fast: VerifierReport, watch: Stopwatch) -> Settlement:
+        """Run the task's own ``test.sh`` on the sandbox as it stands, and settle it with what the verifiers said.
+
+        Args:
+            fast: The last report.
+            watch: Counts the seconds.
+
+        Returns:
+            The report to pay, and whether both agree.
+
+        Raises:
+            SandboxDied: The sandbox is gone.
+        """
+        with watch.phase("verbatim"):
+            opinion = run_verbatim(
+                self.sandbox, self.task, self.verifier_ids, retries=self._verify_retries, env=self._built.env, workdir=self.workdir
+            )
+        settled = settle(fast, opinion)
+        if settled.agrees is False and self.changed(watch):  # something wrote in between: compare with what the script saw
+            again = self.verify(watch)
+            if again.infra_error is None:
+                settled = settle(again, opinion)
+        return settled
 
     def changed(self, watch: Stopwatch) -> bool:
         """Whether the filesystem changed since the verifiers last ran.

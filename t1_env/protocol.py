@@ -168,6 +168,20 @@ class VerifierReport:
         return {name: outcome.status is VerifierStatus.PASSED for name, outcome in self.outcomes.items()}
 
 
+class VerbatimVerdict(StrEnum):
+    """What the task's own ``test.sh``, run word for word at the end of an episode, says about the verifiers' report."""
+
+    NOT_RUN = "not_run"
+    """The episode goes on, ended as an infra failure, or the script is switched off."""
+    AGREES = "agrees"
+    DISAGREES = "disagrees"
+    """The lower count is paid."""
+    NO_VERDICT = "no_verdict"
+    """The script is missing, cannot be run, ran out of time or left nothing that can be read: the verifiers' report stands."""
+    INFRA_FAILURE = "infra_failure"
+    """The machinery failed while it ran: the verifiers' report stands."""
+
+
 # ------------------------------------------------------------------------------------------------------------------- info keys
 INFO_KEYS: Final[tuple[str, ...]] = (
     "schema_version",  # str: SCHEMA_VERSION
@@ -179,6 +193,7 @@ INFO_KEYS: Final[tuple[str, ...]] = (
     "verifiers_total",  # int
     "verifiers",  # dict[str, bool] in frozen order
     "verifier_source",  # str: VerifierReport.source
+    "verbatim",  # dict[str, str]: "verdict" (VerbatimVerdict), "source" (as VerifierReport.source, of the script) and "note"
     "reward_terms",  # dict[str, float]: sums to the step's reward
     "end_reason",  # str | None: EndReason once the episode ended
     "infra_error",  # str | None: what broke, when end_reason is "infra_failure"

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from t1_env.env import TerminalEnv
-from t1_env.protocol import SHELL_STATES, Action, Keys, ShellState, Submit
+from t1_env.protocol import SHELL_STATES, Action, Keys, ShellState, Submit, VerbatimVerdict
 from t1_env.spaces import NO_EXIT_CODE
 from t1_env.tasks import Task
 from t1_env.testing import Rollout, noop_actions, oracle_actions, rollout
@@ -73,7 +73,11 @@ def _summary(episode: Rollout) -> str:
     reason = info["end_reason"] or "not ended"
     verdict = "infra failure" if episode.infra_failure else "solved" if episode.solved else "not solved"
     turns = len(episode.rewards)
-    return f"{verdict} after {turns} step{'' if turns == 1 else 's'} ({reason}), return {sum(episode.rewards):+g}"
+    said = f"{verdict} after {turns} step{'' if turns == 1 else 's'} ({reason}), return {sum(episode.rewards):+g}"
+    script = info["verbatim"]
+    if script["verdict"] in (VerbatimVerdict.AGREES, VerbatimVerdict.NOT_RUN):
+        return said
+    return f"{said}\ntest.sh {script['verdict'].replace('_', ' ')}: {script['note']}"
 
 
 # ------------------------------------------------------------------------------------------------------------------------- run

@@ -118,7 +118,7 @@ def train(task_id: str, *, timesteps: int, seed: int, max_turns: int = 8, n_step
             return True
 
     menu = build_menu(task_id, seed)
-    env: Any = sb3.dummy_vec_env([lambda: sb3.monitor(make_sb3_env(task_id, menu, max_turns=max_turns))])
+    env: Any = sb3.dummy_vec_env([lambda: sb3.monitor(make_sb3_env(task_id, menu, max_turns=max_turns, verbatim=False))])
     try:
         learner = sb3.ppo(
             "MultiInputPolicy", env, n_steps=n_steps, batch_size=64, learning_rate=1e-3, ent_coef=0.02, gamma=0.95, seed=seed, device="cpu"

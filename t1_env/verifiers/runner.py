@@ -46,7 +46,7 @@ def collect(sandbox: Sandbox, task: Task, *, env: Mapping[str, str] | None = Non
     known = _known_ids(task)
     if known is not None:
         return known
-    result = _in_clone(sandbox, clone_payload(task, task.config.verifier.timeout_sec, env, workdir), task, "collect", retries=1)
+    result = in_clone(sandbox, clone_payload(task, task.config.verifier.timeout_sec, env, workdir), task, f"{_WORKER}:collect", retries=1)
     return _freeze(task, result)
 
 
@@ -78,7 +78,7 @@ def run(
     """
     limit_s = task.config.verifier.timeout_sec if timeout_s is None else timeout_s
     payload = clone_payload(task, limit_s, env, workdir) | {"ids": list(ids), "test_timeout_s": _test_timeout_s(limit_s)}
-    result = _in_clone(sandbox, payload, task, "run", retries=retries)
+    result = in_clone(sandbox, payload, task, f"{_WORKER}:run", retries=retries)
     return VerifierReport(seconds=result.seconds, infra_error=result.error) if result.error is not None else _report(result, ids)
 
 
@@ -105,7 +105,7 @@ def collect_and_run(
     if known is None:
         limit_s = task.config.verifier.timeout_sec
         payload = clone_payload(task, limit_s, env, workdir) | {"test_timeout_s": _test_timeout_s(limit_s)}
-        result = _in_clone(sandbox, payload, task, "collect_and_run", retries=max(1, retries), limit_s=2 * limit_s)
+        result = in_clone(sandbox, payload, task, f"{_WORKER}:collect_and_run", retries=max(1, retries), limit_s=2 * limit_s)
         known = _freeze(task, result)
         # Another thread may have frozen another list meanwhile (tests that name themselves anew each time): then as ever, on that one.
         if result.payload["outcomes"] is not None and list(known) == result.payload["ids"]:
@@ -173,15 +173,27 @@ def _report(result: CloneResult, ids: Sequence[str]) -> VerifierReport:
     )
 
 
-def _in_clone(
-    sandbox: Sandbox, payload: Mapping[str, Any], task: Task, function: str, *, retries: int, limit_s: float | None = None
+def in_clone(
+    sandbox: Sandbox, payload: Mapping[str, Any], task: Task, entry: str, *, retries: int, limit_s: float | None = None
 ) -> CloneResult:
-    """Call the worker, again if the machinery fails. Never raises for a failure of the machinery."""
+    """Call an entry point in a clone, again if the machinery fails. Never raises for a failure of the machinery.
+
+    Args:
+        sandbox: The sandbox to clone.
+        payload: From `clone_payload`.
+        task: The task, whose tests are mounted.
+        entry: ``"package.module:function"``.
+        retries: How often to try again.
+        limit_s: What the function may take; default the payload's ``timeout_s``.
+
+    Returns:
+        The result of the first attempt that worked, or the last error, with the seconds of all attempts.
+    """
     clone_timeout_s = (payload["timeout_s"] if limit_s is None else limit_s) + _CLONE_MARGIN_S
     seconds, error = 0.0, "not attempted"
     for _ in range(retries + 1):
         try:
-            result = sandbox.run_in_clone(f"{_WORKER}:{function}", payload, mounts={TESTS_MOUNT: task.tests_dir}, timeout_s=clone_timeout_s)
+            result = sandbox.run_in_clone(entry, payload, mounts={TESTS_MOUNT: task.tests_dir}, timeout_s=clone_timeout_s)
         except SandboxError as failure:
             return CloneResult(payload=None, seconds=seconds, error=f"{type(failure).__name__}: {failure}")
         seconds += result.seconds

@@ -14,14 +14,12 @@ from types import MappingProxyType
 from typing import Any, Final
 from xml.etree import ElementTree
 
-from t1_env.errors import SandboxError
-from t1_env.protocol import VerifierOutcome, VerifierReport, VerifierStatus
+from t1_env.protocol import VerbatimVerdict, VerifierOutcome, VerifierReport, VerifierStatus
 from t1_env.sandbox.base import Sandbox
 from t1_env.tasks.task import Task
-from t1_env.verifiers.runner import TESTS_MOUNT, clone_payload
+from t1_env.verifiers.runner import clone_payload, in_clone
 
 _ENTRY: Final = "t1_env.verifiers.verbatim_worker:run_script"
-_CLONE_MARGIN_S: Final = 10.0
 _SHORT_SUMMARY: Final = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S.*?)(?: - .*)?$", re.MULTILINE)
 _SCALAR: Final = "reward"
 _OUTPUT_KEPT: Final = 4000
@@ -36,12 +34,14 @@ class VerbatimResult:
         problem: Why there is no verdict, else None.
         exit_code: Exit status of the script, None if it did not run to its end.
         output: The last part of what it printed.
+        failed: Whether it was the machinery that failed.
     """
 
     report: VerifierReport | None
     problem: str | None = None
     exit_code: int | None = None
     output: str = ""
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,23 @@ class Settlement:
         agrees: Whether both say the same; None when there was no second opinion.
         differences: One line for each disagreement.
         note: Why there was no second opinion, else empty.
+        source: Where the script's verdicts were read; empty without any.
+        failed: Whether there is no second opinion because the machinery failed.
     """
 
     report: VerifierReport
     agrees: bool | None
     differences: tuple[str, ...] = ()
     note: str = ""
+    source: str = ""
+    failed: bool = False
+
+    @property
+    def verdict(self) -> VerbatimVerdict:
+        """The settlement in a word."""
+        if self.agrees is None:
+            return VerbatimVerdict.INFRA_FAILURE if self.failed else VerbatimVerdict.NO_VERDICT
+        return VerbatimVerdict.AGREES if self.agrees else VerbatimVerdict.DISAGREES
 
 
 def run_verbatim(
@@ -67,6 +78,7 @@ def run_verbatim(
     ids: Sequence[str],
     *,
     timeout_s: float | None = None,
+    retries: int = 1,
     env: Mapping[str, str] | None = None,
     workdir: str | None = None,
 ) -> VerbatimResult:
@@ -77,6 +89,7 @@ def run_verbatim(
         task: The task.
         ids: The frozen list of verifiers.
         timeout_s: Limit for the script; default ``[verifier] timeout_sec``.
+        retries: How often to try again when the machinery fails.
         env: Variables that building the environment set (Dockerfile ``ENV``).
         workdir: Working directory of the script; default the task's.
 
@@ -86,14 +99,9 @@ def run_verbatim(
     if not (task.tests_dir / "test.sh").is_file():
         return VerbatimResult(None, problem="the task ships no tests/test.sh")
     limit_s = task.config.verifier.timeout_sec if timeout_s is None else timeout_s
-    try:
-        result = sandbox.run_in_clone(
-            _ENTRY, clone_payload(task, limit_s, env, workdir), mounts={TESTS_MOUNT: task.tests_dir}, timeout_s=limit_s + _CLONE_MARGIN_S
-        )
-    except SandboxError as error:
-        return VerbatimResult(None, problem=f"{type(error).__name__}: {error}")
+    result = in_clone(sandbox, clone_payload(task, limit_s, env, workdir), task, _ENTRY, retries=retries, limit_s=limit_s)
     if result.error is not None:
-        return VerbatimResult(None, problem=result.error)
+        return VerbatimResult(None, problem=result.error, failed=True)
     answer = result.payload
     output = str(answer["output"])
     report = None if answer["problem"] else parse_results(answer["files"], output, ids, seconds=result.seconds)
@@ -113,19 +121,21 @@ def settle(fast: VerifierReport, verbatim: VerbatimResult) -> Settlement:
     """
     other = verbatim.report
     if other is None or fast.infra_error is not None:
-        return Settlement(fast, None, note=verbatim.problem or fast.infra_error or "")
+        return Settlement(
+            fast, None, note=verbatim.problem or fast.infra_error or "", failed=verbatim.failed or fast.infra_error is not None
+        )
     if set(other.outcomes) != set(fast.outcomes):
         if other.solved == fast.solved:
-            return Settlement(fast, True)
+            return Settlement(fast, True, source=other.source)
         difference = f"all verifiers pass: runner {fast.solved}, {other.source} {other.solved}"
-        return Settlement(_none_passed(fast, other.source) if fast.solved else fast, False, (difference,))
+        return Settlement(_none_passed(fast, other.source) if fast.solved else fast, False, (difference,), source=other.source)
     mine, theirs = fast.as_bools(), other.as_bools()
     differences = tuple(
         f"{name}: runner {'passed' if mine[name] else 'did not pass'}, {other.source} {other.outcomes[name].status.value}"
         for name in mine
         if mine[name] != theirs[name]
     )
-    return Settlement(other if other.passed < fast.passed else fast, not differences, differences)
+    return Settlement(other if other.passed < fast.passed else fast, not differences, differences, source=other.source)
 
 
 def parse_results(files: Mapping[str, str], output: str, ids: Sequence[str], *, seconds: float = 0.0) -> VerifierReport | None:

@@ -220,6 +220,14 @@ class TestWithSandbox:
         assert out.count("│ pass │") == 3
         assert [path.name for path in (tmp_path / "records").iterdir()] == ["episode-000000.jsonl"]
 
+    def test_run_says_where_the_tasks_script_disagrees(self, t1_env: Any, tmp_path: Path) -> None:
+        task = copy_of_hello(tmp_path)
+        (task / "tests" / "test.sh").write_text("mkdir -p /logs/verifier; echo 0 > /logs/verifier/reward.txt\n")
+        status, out, _ = t1_env("run", str(task))
+        assert status == 1
+        assert "not solved after 1 step (solved), return +0" in out
+        assert "test.sh disagrees: all verifiers pass: runner True, reward.txt False" in out
+
     def test_run_noop(self, t1_env: Any) -> None:
         status, out, err = t1_env("run", "--agent", "noop", HELLO)
         assert (status, err) == (0, "")

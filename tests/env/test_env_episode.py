@@ -18,6 +18,7 @@ from t1_env.protocol import INFO_KEYS, SHELL_STATES, Command, Keys, ShellState, 
 from t1_env.reward import RewardInput
 from t1_env.shell import ShellResult
 from t1_env.timing import Stopwatch
+from t1_env.verifiers.verbatim import Settlement
 
 TASK = "seeds/hello-file"
 RESULT = ShellResult(
@@ -41,6 +42,7 @@ class Script:
     act: Callable[[str], ShellResult] = lambda text: replace(RESULT, output=f"ran {text}", output_bytes=len(text))
     start_errors: list[Exception] = field(default_factory=list)
     tampered: tuple[str, ...] = ()
+    settled: Callable[[VerifierReport], Settlement] = lambda fast: Settlement(fast, True, source="ctrf")
     verifications: int = 0
     machines: list[Any] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
@@ -80,6 +82,10 @@ class ScriptedMachine:
         self.script.verifications += 1
         with watch.phase("verify"):
             return report(self.script.passed, infra_error=self.script.verify_error)
+
+    def settle(self, fast: VerifierReport, watch: Stopwatch) -> Settlement:
+        self.script.calls.append(("settle", fast.passed))
+        return self.script.settled(fast)
 
     def changed(self, watch: Stopwatch) -> bool:
         return self.script.changed
@@ -133,7 +139,7 @@ def test_every_form_of_action(script: Script) -> None:
     assert script.calls == [("plain", 7), ("timed", 2.5), ("default", 7), ("keys", "C-c", 0.25)]
     _, _, terminated, truncated, info = env.step(Submit())
     assert (terminated, truncated, info["end_reason"]) == (True, False, "submitted")
-    assert len(script.calls) == 4
+    assert script.calls[4:] == [("settle", 0)]
 
 
 @pytest.mark.parametrize("action", [None, 3, b"ls", ["ls"], Command(None), "x" * (2**20 + 1)])  # type: ignore[arg-type]
@@ -209,6 +215,74 @@ def test_verify_at_the_end_does_not_miss_a_time_limit(script: Script) -> None:
     env.reset(seed=0)
     script.passed = 1
     assert env.step("within a second of the limit")[1] == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------------- the task's own script
+NOT_RUN = {"verdict": "not_run", "source": "", "note": ""}
+
+
+@pytest.mark.parametrize("last", [Submit(), "solve", "turn limit"])
+def test_the_script_speaks_once_at_the_end(script: Script, last: Any) -> None:
+    env = make(max_turns=2)
+    assert env.reset(seed=0)[1]["verbatim"] == NOT_RUN
+    script.passed = 1
+    assert env.step("a")[4]["verbatim"] == NOT_RUN
+    script.passed = 3 if last == "solve" else 2
+    info = env.step(last)[4]
+    assert info["verbatim"] == {"verdict": "agrees", "source": "ctrf", "note": ""}
+    assert info["verifier_source"] == "runner"
+    assert [call for call in script.calls if call[0] == "settle"] == [("settle", script.passed)]
+    assert env.reset()[1]["verbatim"] == NOT_RUN
+
+
+@pytest.mark.parametrize(
+    ("mode", "rewards"), [("delta", [2.0, -1.0]), ("level", [2.0, 1.0]), ("final", [0.0, 1.0]), ("solved", [0.0, 0.0])]
+)
+def test_where_the_script_disagrees_the_lower_count_is_paid(script: Script, mode: str, rewards: list[float]) -> None:
+    env = make(reward=mode)
+    env.reset(seed=0)
+    lower = replace(report(1), source="ctrf")
+    script.settled = lambda fast: Settlement(lower, False, ("test_1: no", "test_2: no"), source="ctrf")
+    script.passed = 2
+    got = [env.step("a")[1]]
+    script.passed = 3
+    _, reward, terminated, _, info = env.step("b")
+    assert [*got, reward] == rewards
+    assert sum(info["reward_terms"].values()) == reward
+    assert (terminated, info["end_reason"], info["verifiers_passed"], info["verifier_source"]) == (True, "solved", 1, "ctrf")
+    assert info["verifiers"] == {"test_0": True, "test_1": False, "test_2": False}
+    assert info["verbatim"] == {"verdict": "disagrees", "source": "ctrf", "note": "test_1: no; test_2: no"}
+
+
+def test_without_a_verdict_of_the_script_the_verifiers_stand(script: Script) -> None:
+    def gone(fast: VerifierReport) -> Settlement:
+        raise SandboxDied("gone")
+
+    env = make()
+    for settled, verdict, note in (
+        (lambda fast: Settlement(fast, None, note="no bash"), "no_verdict", "no bash"),
+        (lambda fast: Settlement(fast, None, note="clone failed", failed=True), "infra_failure", "clone failed"),
+        (gone, "infra_failure", "SandboxDied: gone"),
+        (lambda fast: Settlement(fast, None, note="x" * 10_000), "no_verdict", "x" * 2000),
+    ):
+        script.passed, script.settled = 0, settled
+        env.reset(seed=0)
+        script.passed = 3
+        _, reward, terminated, _, info = env.step("solve")
+        assert (reward, terminated, info["end_reason"], info["infra_error"]) == (3.0, True, "solved", None)
+        assert info["verbatim"] == {"verdict": verdict, "source": "", "note": note}
+
+
+def test_the_script_can_be_switched_off_and_is_not_run_after_an_infrastructure_failure(script: Script) -> None:
+    env = make(verbatim=False)
+    env.reset(seed=0)
+    assert env.step(Submit())[4]["verbatim"] == NOT_RUN
+    env = make()
+    env.reset(seed=0)
+    script.act = dies
+    info = env.step("bad")[4]
+    assert (info["end_reason"], info["verbatim"]) == ("infra_failure", NOT_RUN)
+    assert not [call for call in script.calls if call[0] == "settle"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- rewards, ends
@@ -440,6 +514,7 @@ def test_unknown_tasks_are_refused_when_the_environment_is_made() -> None:
         ({"reward": "dleta"}, "did you mean 'delta'"),
         ({"reward": 3}, "reward=3"),
         ({"verify": "always"}, "verify='always'"),
+        ({"verbatim": "never"}, "verbatim='never'"),
         ({"render_mode": "rgb_array"}, "render_mode='rgb_array'"),
         ({"sandbox": "lokal"}, "did you mean 'local'"),
         ({"sandbox": None}, "sandbox=None"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import time
 import warnings
@@ -75,7 +76,20 @@ def test_the_example_of_the_readme(env: gym.Env[Any, Any]) -> None:
     assert tuple(info) == INFO_KEYS
     assert all(info["verifiers"].values())
     assert (int(observation["exit_code"]), observation["cwd"], info["end_reason"]) == (0, "/app", "solved")
-    assert {"command", "fingerprint", "verify"} <= set(info["_timing"])
+    assert info["verbatim"] == {"verdict": "agrees", "source": "pytest", "note": ""}
+    assert {"command", "fingerprint", "verify", "verbatim"} <= set(info["_timing"])
+
+
+def test_a_script_that_disagrees_lowers_the_return(tmp_path: Path) -> None:
+    task = Path(shutil.copytree(load_task(HELLO).path, tmp_path / "task"))
+    (task / "tests/test.sh").write_text("mkdir -p /logs/verifier; echo 0 > /logs/verifier/reward.txt\n")
+    with TerminalEnv(task=str(task)) as env:
+        episode = rollout(env, [RIGHT], seed=0)
+        info = episode.infos[-1]
+        assert (sum(episode.rewards), info["end_reason"], info["verifiers_passed"]) == (0.0, "solved", 0)
+        assert (info["verifier_source"], info["verbatim"]["verdict"]) == ("reward.txt", "disagrees")
+    with TerminalEnv(task=str(task), verbatim=False) as env:
+        assert sum(rollout(env, [RIGHT], seed=0).rewards) == 3.0
 
 
 @pytest.mark.parametrize("task", [HELLO, "families/tidy-files?level=1&seed=3"])
@@ -196,6 +210,7 @@ def test_vector_environments_return_fresh_text(mode: str) -> None:
         assert terminated.tolist() == [True, False, True]
         assert not truncated.any()
         assert infos["end_reason"].tolist() == ["solved", None, "submitted"]
+        assert infos["verbatim"]["verdict"].tolist() == ["agrees", "not_run", "agrees"]
         assert observation in envs.observation_space
         observation, rewards, terminated, _, _ = envs.step(("ignored", "pwd", "ignored"))
         assert observation["turn"].tolist() == [0, 4, 0]

@@ -86,7 +86,27 @@ class TestBuilt:
         said = machine.session.run('pwd; echo "$APP_HOME $BOTH"; restock; ls -d /*APP* 2>/dev/null; touch done')
         assert (said.output.split(), said.cwd) == (["/srv/shop", "/srv/shop", "task", "restocked"], "/srv/shop")
         assert machine.changed(watch)
-        assert machine.verify(watch).solved
+        fast = machine.verify(watch)
+        assert fast.solved
+        settled = machine.settle(fast, watch)
+        assert (settled.agrees, settled.source, settled.report) == (True, "pytest", fast)
+
+    def test_what_was_written_between_verifiers_and_script_is_no_disagreement(self, machine: Machine) -> None:
+        untouched = machine.start(Stopwatch())
+        machine.session.run("touch done")
+        settled = machine.settle(untouched, Stopwatch())
+        assert (settled.agrees, settled.report.solved) == (True, True)
+
+    def test_a_script_that_disagrees_settles_on_the_lower_count(self, task: Task) -> None:
+        (task.path / "tests/test.sh").write_text("echo PASSED test_outputs.py::test_variable\n")
+        machine = machine_for(load_task(task.path))
+        try:
+            fast = machine.start(Stopwatch())
+            settled = machine.settle(fast, Stopwatch())
+        finally:
+            machine.close()
+        assert (fast.passed, settled.report.passed, settled.agrees) == (4, 1, False)
+        assert len(settled.differences) == 3
 
     def test_the_first_start_of_a_task_takes_one_clone_the_next_none(self, task: Task) -> None:
         (task.path / "instruction.md").write_text("Another digest: nothing is known of it.")

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import pytest
 
 import t1_env
+from t1_env.errors import SandboxDied
 from t1_env.protocol import VerifierOutcome, VerifierReport, VerifierStatus
 from t1_env.sandbox.base import CloneResult
 from t1_env.tasks.schema import T1Metadata, TaskConfig
@@ -102,6 +103,15 @@ def test_disagreement_is_named_and_the_lower_count_is_paid(fast, other):
 def test_a_lone_number_speaks_about_everything_at_once(fast, reward, agrees, paid):
     settled = settle(report(*fast), VerbatimResult(report(reward, source="reward.txt", ids=("reward",))))
     assert (settled.agrees, settled.report.passed) == (agrees, paid)
+
+
+def test_the_settlement_in_a_word():
+    fast, other = report(1, 1, 0), report(1, 0, 0, source="ctrf")
+    said = [settle(fast, opinion) for opinion in (VerbatimResult(other), VerbatimResult(fast), VerbatimResult(None, "no bash"))]
+    assert [settled.verdict for settled in said] == ["disagrees", "agrees", "no_verdict"]
+    assert [settled.source for settled in said] == ["ctrf", "runner", ""]
+    assert settle(fast, VerbatimResult(None, "clone failed", failed=True)).verdict == "infra_failure"
+    assert settle(VerifierReport(infra_error="gone"), VerbatimResult(other)).verdict == "infra_failure"
 
 
 def test_without_a_second_opinion_the_runner_stands():
@@ -250,3 +260,24 @@ def test_a_script_that_hangs_has_no_verdict(case):
 def test_a_task_without_a_script(case):
     result = run_verbatim(case.sandbox, case.task, ("a",))
     assert "no tests/test.sh" in result.problem
+
+
+def test_a_failure_of_the_machinery_is_tried_again_and_told_apart(case):
+    class Breaks:
+        def __init__(self, *answers):
+            self.answers = list(answers)
+
+        def run_in_clone(self, entry, payload, *, mounts=None, timeout_s=60.0):
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return CloneResult(None, 0.1, answer) if isinstance(answer, str) else CloneResult(answer, 0.1)
+
+    case("true")  # writes a test.sh
+    good = {"problem": None, "files": {"reward.txt": "1"}, "output": "", "exit_code": 0}
+    assert run_verbatim(Breaks("first", good), case.task, ("a",)).report.solved
+    for answers in (("first", "second"), (SandboxDied("second"),)):
+        result = run_verbatim(Breaks(*answers), case.task, ("a",))
+        assert (result.report, result.failed) == (None, True)
+        assert "second" in result.problem
+    assert not case("exit 0").failed
