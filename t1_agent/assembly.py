@@ -124,6 +124,7 @@ class Assembly:
             max_turns=self._config.rollout.max_turns,
             end_on_solved=False,
             verify=verify,
+            verbatim=False,  # most episodes are short: the tasks' own scripts would cost half as much again
             timing=False,
             step_timeout_s=10.0,
             max_output_bytes=4096,
