@@ -41,7 +41,7 @@ def short_line(build: Builder, part: str) -> str:
 
 
 def look_into(build: Builder, suffixes: tuple[str, ...], *, contents: Mapping[str, tuple[str, ...]] | None = None) -> Scene:
-    """A directory whose file names only a look reveals; the first oracle step lists it.
+    """A directory whose file names only a look reveals.
 
     Args:
         build: The instance.
@@ -54,8 +54,12 @@ def look_into(build: Builder, suffixes: tuple[str, ...], *, contents: Mapping[st
         scene.names[suffix] = f"{build.draw()}.{suffix}"
         scene.contents[suffix] = (contents or {}).get(suffix) or (short_line(build, f"{place}-{suffix}"),)
         build.file(scene.path(suffix), scene.contents[suffix])
-    build.step(f"look into {place}", f"ls {place}")
     return scene
+
+
+def find(build: Builder, scene: Scene, suffix: str) -> None:
+    """Look for the scene's file with ``suffix``; what is printed decides the next command."""
+    build.step(f"find the .{suffix} file in {scene.place}", f"ls {scene.place}/*.{suffix}")
 
 
 def transfer(build: Builder, scene: Scene, suffix: str, target: str, *, move: bool) -> str:
@@ -63,6 +67,7 @@ def transfer(build: Builder, scene: Scene, suffix: str, target: str, *, move: bo
     verb = "move" if move else "copy"
     said = f"{verb} the .{suffix} file in {scene.place} to {target}"
     build.say(said)
+    find(build, scene, suffix)
     source, name = scene.path(suffix), scene.names[suffix]
     right, wrong = ("mv", "cp") if move else ("cp", "mv")
     build.step(said, f"{right} {source} {target}/", slips={f"{wrong}-for-{right}": f"{wrong} {source} {target}/"})
@@ -79,7 +84,8 @@ def delete(build: Builder, scene: Scene, suffix: str, keep: str) -> None:
     """Delete the scene's file with ``suffix``; the one with suffix ``keep`` must stay."""
     said = f"delete the .{suffix} file in {scene.place}"
     build.say(said)
-    slips = {"forgotten-delete": f"ls {scene.place}", "wrong-file-deleted": f"rm {scene.path(keep)}"}
+    find(build, scene, suffix)
+    slips = {"forgotten-delete": f"ls {scene.place}", "directory-deleted": f"rm -r {scene.place}"}
     build.step(said, f"rm {scene.path(suffix)}", slips=slips)
     gone = f'assert not (APP / "{scene.path(suffix)}").exists()'
     build.test(f"{suffix}_file_gone", said, gone)
