@@ -73,7 +73,9 @@ def _add_tasks(commands: Any) -> None:
     actions = tasks.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True, parser_class=_Parser)
     listing = actions.add_parser("list", help="list the tasks that can be played")
     listing.add_argument("pattern", nargs="?", default=None, help="only ids that match this glob, e.g. 'seeds/*'")
-    check = actions.add_parser("check", help="check that each task's solution passes every verifier and doing nothing passes none")
+    check = actions.add_parser(
+        "check", help="check that each task is well-formed, its solution passes every verifier and doing nothing none"
+    )
     check.add_argument("ids", nargs="*", metavar="TASK", help="ids, globs or directories (default: every task)")
     check.add_argument("--jobs", type=_positive_int, default=1, metavar="N", help="how many to check at the same time (default: 1)")
     check.add_argument(
@@ -83,6 +85,7 @@ def _add_tasks(commands: Any) -> None:
         metavar="N",
         help="instances of each family and level (default: all that were named, 3 of a whole split)",
     )
+    check.add_argument("--slips", action="store_true", help="play each task's slips too: every one must cost a verifier")
     check.add_argument("--sandbox", default="local", help="sandbox backend (default: local)")
     tasks.commands = tuple(actions.choices)
 
@@ -124,7 +127,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command == "tasks":
         from t1_env.cli.tasks import check_command
 
-        return check_command(arguments.ids, jobs=arguments.jobs, instances=arguments.instances, sandbox=arguments.sandbox)
+        return check_command(
+            arguments.ids, jobs=arguments.jobs, instances=arguments.instances, sandbox=arguments.sandbox, slips=arguments.slips
+        )
     from t1_env.cli.episodes import EpisodeOptions, play_command, run_command
 
     options = EpisodeOptions(

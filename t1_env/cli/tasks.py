@@ -6,17 +6,15 @@ import fnmatch
 import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from t1_env.env import TerminalEnv
-from t1_env.errors import SandboxUnavailable, T1Error, UnknownTask
+from t1_env.errors import T1Error, UnknownTask
 from t1_env.tasks import Task, list_tasks, load_task, resolve_tasks
-from t1_env.testing import Rollout, noop_actions, oracle_actions, rollout
+from t1_env.tasks.check import TaskCheck, check_task
 
 EXIT_OK, EXIT_FAILED = 0, 1
 _ABOUT_CHARS = 100
@@ -48,60 +46,7 @@ def list_command(pattern: str | None) -> int:
     return EXIT_OK
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """Outcome of checking one task.
-
-    Args:
-        problems: What is wrong with it; empty if nothing is.
-        verifiers: Number of its verifiers.
-        steps: Number of oracle steps.
-    """
-
-    problems: tuple[str, ...]
-    verifiers: int = 0
-    steps: int = 0
-
-
-def check_task(load: Callable[[], Task], *, sandbox: str = "local") -> Checked:
-    """Play the oracle and an agent that does nothing; the first must pass every verifier, the second none.
-
-    Args:
-        load: Returns the task.
-        sandbox: Backend name.
-
-    Returns:
-        What was found; a task that cannot be loaded or played is a problem, not an exception.
-
-    Raises:
-        SandboxUnavailable: This machine cannot run the sandbox, so nothing can be checked.
-    """
-    try:
-        task = load()
-        oracle = oracle_actions(task)
-        with TerminalEnv(task=task, sandbox=sandbox, max_turns=len(oracle) + 1) as env:
-            does_nothing = rollout(env, noop_actions(), seed=0)
-            solves = rollout(env, oracle, seed=0)
-    except SandboxUnavailable:
-        raise
-    except T1Error as error:
-        return Checked((" ".join(str(error).split()),))
-    problems = [*_infra_problems(does_nothing, "noop"), *_infra_problems(solves, "oracle")]
-    if not problems:
-        if not solves.solved:
-            failed = [name for name, passed in solves.infos[-1]["verifiers"].items() if not passed]
-            problems.append(f"the oracle fails {', '.join(failed)}")
-        already = [name for name, passed in does_nothing.infos[-1]["verifiers"].items() if passed]
-        if already:
-            problems.append(f"doing nothing passes {', '.join(already)}")
-    return Checked(tuple(problems), solves.infos[-1]["verifiers_total"], len(oracle))
-
-
-def _infra_problems(episode: Rollout, agent: str) -> list[str]:
-    return [f"{agent}: the machinery failed: {episode.infos[-1]['infra_error']}"] if episode.infra_failure else []
-
-
-def check_command(ids: Sequence[str], *, jobs: int = 1, instances: int | None = None, sandbox: str = "local") -> int:
+def check_command(ids: Sequence[str], *, jobs: int = 1, instances: int | None = None, sandbox: str = "local", slips: bool = False) -> int:
     """Check tasks and print one line each.
 
     Args:
@@ -109,6 +54,7 @@ def check_command(ids: Sequence[str], *, jobs: int = 1, instances: int | None = 
         jobs: How many to check at the same time.
         instances: How many instances of a family's level to check; default all that were named, or 3 of a whole split.
         sandbox: Backend name.
+        slips: Whether to play every slip too: each must cost at least one verifier.
 
     Returns:
         0 if every task is sound, else 1.
@@ -116,6 +62,7 @@ def check_command(ids: Sequence[str], *, jobs: int = 1, instances: int | None = 
     Raises:
         UnknownTask: If an id names nothing.
         TaskError: If a single task that was named is malformed.
+        SandboxUnavailable: If this machine cannot run the sandbox, so that nothing can be checked.
     """
     chosen = _expand(ids, instances)
     console = Console(highlight=False, soft_wrap=True)
@@ -125,15 +72,29 @@ def check_command(ids: Sequence[str], *, jobs: int = 1, instances: int | None = 
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(chosen))
         try:
-            for task_id, checked in zip(chosen, pool.map(lambda load: check_task(load, sandbox=sandbox), chosen.values()), strict=True):
-                failed += bool(checked.problems)
-                detail = "; ".join(checked.problems) or f"verifiers: {checked.verifiers}, oracle steps: {checked.steps}"
-                progress.console.print(f"{'FAIL' if checked.problems else 'ok  '}  {task_id}  {detail}", markup=False)
+            for found in pool.map(lambda item: _check(*item, sandbox=sandbox, slips=slips), chosen.items()):
+                failed += not found.sound
+                detail = "; ".join(found.problems) or _sizes(found, slips=slips)
+                progress.console.print(f"{'ok  ' if found.sound else 'FAIL'}  {found.task_id}  {detail}", markup=False)
                 progress.advance(bar)
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C only what is running is waited for
     console.print(f"{len(chosen) - failed} of {len(chosen)} tasks are sound", markup=False)
     return EXIT_FAILED if failed else EXIT_OK
+
+
+def _check(task_id: str, load: Callable[[], Task], *, sandbox: str, slips: bool) -> TaskCheck:
+    """Check one task; one of many that cannot even be loaded is a problem like any other."""
+    try:
+        task = load()
+    except T1Error as error:
+        return TaskCheck(task_id, (" ".join(str(error).split()),), n_verifiers=0, n_steps=0, n_slips=0, requires=())
+    return check_task(task, sandbox=sandbox, slips=slips)
+
+
+def _sizes(found: TaskCheck, *, slips: bool) -> str:
+    played = f", slips: {found.n_slips}" if slips else ""
+    return f"verifiers: {found.n_verifiers}, oracle steps: {found.n_steps}{played}"
 
 
 def _expand(ids: Sequence[str], instances: int | None) -> dict[str, Callable[[], Task]]:

@@ -1,4 +1,7 @@
-"""Is a task sound? Lints that need no sandbox, then episodes: the oracle passes every verifier, doing nothing passes none."""
+"""Is a task sound? Lints that need no sandbox, then episodes: the oracle passes every verifier, doing nothing passes none.
+
+At the end of each episode the task's own ``test.sh`` must say what the verifiers say.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from t1_env.errors import SandboxUnavailable, T1Error, TaskError
+from t1_env.protocol import VerbatimVerdict
 from t1_env.tasks.task import Task, read_text
 
 VERIFIERS_MIN, VERIFIERS_MAX = 3, 10
@@ -154,6 +158,7 @@ def _play(task: Task, scripts: dict[str, list[str]], *, sandbox: str) -> tuple[i
             problems.append(f"doing nothing: the machinery failed: {idle.infos[-1]['infra_error']}")
         elif any(verifiers.values()):
             problems.append(f"doing nothing passes {', '.join(name for name, passed in verifiers.items() if passed)}")
+        problems += _script_problems(task, "doing nothing", idle.infos[-1])
         for kind, commands in scripts.items():
             episode = rollout(env, [*commands, *noop_actions()], seed=0)
             last = episode.infos[-1]
@@ -163,6 +168,19 @@ def _play(task: Task, scripts: dict[str, list[str]], *, sandbox: str) -> tuple[i
                 problems.append(f"the oracle fails {', '.join(name for name, passed in last['verifiers'].items() if not passed)}")
             elif kind and episode.solved:
                 problems.append(f"the {kind} costs no verifier")
+            problems += _script_problems(task, f"the {kind or 'oracle'}", last)
     finally:
         env.close()
     return len(verifiers), problems
+
+
+def _script_problems(task: Task, episode: str, info: dict[str, Any]) -> list[str]:
+    """Whether the task's own script said at the end of an episode what the verifiers said."""
+    if not (task.tests_dir / "test.sh").is_file():
+        return []  # a lint already
+    verdict, note = VerbatimVerdict(info["verbatim"]["verdict"]), info["verbatim"]["note"]
+    if verdict is VerbatimVerdict.DISAGREES:
+        return [f"{episode}: test.sh disagrees with the verifiers: {note}"]
+    if verdict in (VerbatimVerdict.NO_VERDICT, VerbatimVerdict.INFRA_FAILURE):
+        return [f"{episode}: test.sh gives no verdict: {note}"]
+    return []

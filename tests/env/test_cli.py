@@ -200,6 +200,17 @@ class TestWithSandbox:
         assert (status, err) == (0, "")
         assert out.count("ok  ") == 3
         assert "3 of 3 tasks are sound" in out
+        assert "slips" not in out
+
+    def test_tasks_check_plays_slips_when_asked_to(self, t1_env: Any, tmp_path: Path) -> None:
+        assert f"ok    {HELLO}  verifiers: 3, oracle steps: 1, slips: 3" in t1_env("tasks", "check", HELLO, "--slips")[1]
+        task = copy_of_hello(tmp_path, "hello-file")
+        slip = '[{"step": 0, "command": "echo hi > /app/hello.txt", "kind": "none"}]'
+        (task / "solution" / "slips.json").write_text(slip)
+        assert t1_env("tasks", "check", str(task))[0] == 0
+        status, out, _ = t1_env("tasks", "check", str(task), "--slips")
+        assert status == 1
+        assert "the slip 'none' at step 0 costs no verifier" in out
 
     def test_tasks_check_finds_what_is_wrong(self, t1_env: Any, tmp_path: Path) -> None:
         free = copy_of_hello(tmp_path, "free")
@@ -210,6 +221,7 @@ class TestWithSandbox:
         assert status == 1
         assert "doing nothing passes" in out
         assert "the oracle fails" in out
+        assert "task.name ends in 'hello-file', but the directory is 'wrong'" in out
         assert "0 of 2 tasks are sound" in out
 
     def test_run_oracle(self, t1_env: Any, tmp_path: Path) -> None:

@@ -76,6 +76,9 @@ class TestPlayed:
             ),
             ("tests/test_outputs.py", "def test_a():\n    'x'\n    assert open('/app/hello.txt')\n", "1 verifiers; expected 3 to 10"),
             ("environment/Dockerfile", "FROM x\nWORKDIR /app\nRUN exit 3\n", "RUN"),
+            ("tests/test.sh", "mkdir -p /logs/verifier; echo 0 >/logs/verifier/reward.txt\n", "the oracle: test.sh disagrees"),
+            ("tests/test.sh", "mkdir -p /logs/verifier; echo 1 >/logs/verifier/reward.txt\n", "doing nothing: test.sh disagrees"),
+            ("tests/test.sh", "true\n", "the oracle: test.sh gives no verdict: test.sh left no result"),
         ],
     )
     def test_an_unsound_task(self, own_task, name, content, said):
