@@ -147,9 +147,7 @@ class Sandbox(Protocol):
     def generation(self) -> str:
         """A fingerprint of everything the sandbox's processes wrote: equal fingerprints mean the filesystem did not change."""
 
-    def run_in_clone(
-        self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0
-    ) -> CloneResult:
+    def run_in_clone(self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0) -> CloneResult:
         """Freeze the sandbox, run a trusted Python function in a copy-on-write clone of its filesystem, discard the clone, thaw.
 
         The function runs in fresh mount, pid, network, ipc and uts namespaces, in a process forked from a warm interpreter.
