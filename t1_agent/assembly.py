@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from t1_agent.engines.hf import HFEngine
 from t1_agent.eval.mismatch import mismatch_table
 from t1_agent.eval.results import evaluate_trajectories
 from t1_agent.models.tiny_moe import build_actor, parameter_count, tiny_moe_config
-from t1_agent.rollout.collector import Collector, CollectorConfig
+from t1_agent.rollout.collector import Collector, CollectorConfig, EnvFactory
 from t1_agent.rollout.demonstrations import Script, record_demonstrations, write_script
 from t1_agent.rollout.episode import EpisodeLimits
 from t1_agent.rollout.store import save_trajectories
@@ -115,8 +116,14 @@ class Assembly:
         """The codec over the run's tokenizer, which must have been trained."""
         return TurnCodec(ChatTokenizer.load(self.tokenizer_dir))
 
-    def make_env(self, verify: str = "change") -> Any:
-        """One environment. ``submit`` ends an episode, not the verifiers: stopping is the policy's to learn."""
+    def make_env(self, verify: str = "change", *, verbatim: bool = False) -> Any:
+        """One environment. ``submit`` ends an episode, not the verifiers: stopping is the policy's to learn.
+
+        Args:
+            verify: When the verifiers run.
+            verbatim: Whether a task's own ``test.sh`` has the last word: for evaluations. Most training episodes are so short that it would
+                cost them half as much again.
+        """
         env = gym.make(
             ENV_ID,
             disable_env_checker=True,
@@ -124,7 +131,7 @@ class Assembly:
             max_turns=self._config.rollout.max_turns,
             end_on_solved=False,
             verify=verify,
-            verbatim=False,  # most episodes are short: the tasks' own scripts would cost half as much again
+            verbatim=verbatim,
             timing=False,
             step_timeout_s=10.0,
             max_output_bytes=4096,
@@ -146,7 +153,7 @@ class Assembly:
                 self._say(f"demonstrations {done}/{of}  {time.perf_counter() - started:.0f} s")
 
         demonstrations = record_demonstrations(
-            lambda: self.make_env(verify="end"),  # a supervised loss needs no reward in between
+            partial(self.make_env, "end"),  # a supervised loss needs no reward in between
             TurnCodec(tokenizer),
             scripts,
             limits=self._limits,
@@ -203,8 +210,9 @@ class Assembly:
         """Engine, collector, evaluator and weight sink for an actor."""
         codec = self.codec()
         engine = self._engine(actor, codec, None)
-        collector = self._collector(engine, codec, self._config.rollout.temperature)
-        evaluator = _Evaluator(self, actor, self._collector(engine, codec, self._config.eval.temperature), codec)
+        collector = self._collector(self.make_env, engine, codec, self._config.rollout.temperature)
+        evaluation_env = partial(self.make_env, verbatim=True)
+        evaluator = _Evaluator(self, actor, self._collector(evaluation_env, engine, codec, self._config.eval.temperature), codec)
         return _TaskCollector(collector, self._config.rollout.group_size), evaluator, InProcessSink(engine)
 
     def _engine(self, actor: Any, codec: TurnCodec, dtype: torch.dtype | None) -> HFEngine:
@@ -216,11 +224,11 @@ class Assembly:
             record_routes=self._config.rollout.record_routes,
         )
 
-    def _collector(self, engine: HFEngine, codec: TurnCodec, temperature: float) -> Collector:
+    def _collector(self, make_env: EnvFactory, engine: HFEngine, codec: TurnCodec, temperature: float) -> Collector:
         rollout = self._config.rollout
         config = CollectorConfig(rollout.concurrency, rollout.env_threads, rollout.groups, rollout.max_infra_retries)
         params = SamplingParams(temperature=temperature, max_tokens=rollout.max_turn_tokens)
-        collector = Collector(self.make_env, engine, codec, params, self._limits, config)
+        collector = Collector(make_env, engine, codec, params, self._limits, config)
         self._open.append(collector)
         return collector
 
@@ -278,7 +286,7 @@ class Assembly:
         if not tasks:
             return
         engine = self._engine(actor, codec, torch.bfloat16)
-        collector = self._collector(engine, codec, self._config.rollout.temperature)
+        collector = self._collector(self.make_env, engine, codec, self._config.rollout.temperature)
         episodes = collector.collect(tasks, seed=derive_seed(self._config.eval.seed, "mismatch"))
         collector.close()
         table = mismatch_table(
