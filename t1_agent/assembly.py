@@ -69,15 +69,21 @@ def family_of(spec: str) -> str:
 
 
 def check_tasks(config: RunConfig) -> None:
-    """Refuse a configuration whose tasks do not exist, before anything is written.
+    """Refuse, before anything is written, a configuration whose tasks do not exist or a machine that cannot play them.
 
     Raises:
         ConfigError: If no training task is configured.
         UnknownTask: If one does not exist.
+        SandboxUnavailable: If this machine cannot run the sandbox.
     """
     if not config.tasks.train:
         raise ConfigError("tasks.train is empty: start from a recipe (@quickstart) or name tasks: --tasks.train '[\"seeds/hello-file\"]'")
     resolve_tasks([*config.tasks.train, *config.tasks.held_out])
+    env = gym.make(ENV_ID, disable_env_checker=True, task=list(config.tasks.train))
+    try:
+        env.reset(seed=config.seed)
+    finally:
+        env.close()
 
 
 class Assembly:

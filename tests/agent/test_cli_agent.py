@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from t1_agent.cli.main import main
+from t1_env.errors import SandboxUnavailable
+from t1_env.sandbox.local import LocalSandbox
 
 
 def run(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -84,6 +86,22 @@ def test_a_run_directory_that_is_a_file(tmp_path: Path) -> None:
     assert "cannot be written" in done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "runs").read_text() == "not a directory"
+
+
+def test_a_machine_without_namespaces_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch", reason="needs the agent extra: pip install 't1-terminal[agent]'")
+
+    def refuse(_self: LocalSandbox) -> None:
+        raise SandboxUnavailable("user namespaces are switched off: set kernel.unprivileged_userns_clone=1")
+
+    monkeypatch.setattr(LocalSandbox, "start", refuse)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "@quickstart"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "t1-agent: user namespaces are switched off: set kernel.unprivileged_userns_clone=1\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_dry_run_prints_the_resolved_configuration(tmp_path: Path) -> None:
