@@ -25,6 +25,7 @@ from t1_agent.rollout.episode import EpisodeLimits
 from t1_agent.rollout.store import save_trajectories
 from t1_agent.sync.inprocess import InProcessSink
 from t1_agent.tito.codec import TurnCodec
+from t1_agent.tito.drift import baseline_drift_tokens
 from t1_agent.tito.tokenizer import ChatTokenizer, train_tokenizer
 from t1_agent.train import parts as train_parts
 from t1_agent.train.episodes import episode_metrics
@@ -264,7 +265,7 @@ class Assembly:
                 groups += [prefix + family_of(task_id) for task_id in ids]
         return tasks, groups
 
-    def evaluate(self, tag: str, collector: Collector) -> dict[str, Any]:
+    def evaluate(self, tag: str, collector: Collector, tokenizer: ChatTokenizer) -> dict[str, Any]:
         """Play the evaluation set and keep results and episodes under ``eval/``."""
         started = time.perf_counter()
         tasks, groups = self.evaluation_set()
@@ -276,6 +277,9 @@ class Assembly:
         held_in = [e for e in result.episodes if not e.group.startswith("held-out")]
         held_out = [e for e in result.episodes if e.group.startswith("held-out")]
         metrics = episode_metrics(episodes)
+        sound = [t for t in episodes if not t.infra_failure]
+        metrics["tito/drift_tokens_in_loss"] = float(sum(t.metadata["drift_tokens_in_loss"] for t in sound))
+        metrics["tito/baseline_drift_tokens"] = float(sum(baseline_drift_tokens(t, tokenizer) for t in sound))
         said = []
         for name, part in (("held_out_instances", held_in), ("held_out_families", held_out)):
             if part:
@@ -288,9 +292,11 @@ class Assembly:
     def measure_mismatch(self, actor: Any, codec: TurnCodec) -> None:
         """Sample part of the evaluation set in bfloat16 and score it with the float32 trainer: ``mismatch.json``."""
         tasks, _ = self.evaluation_set()
-        tasks = tasks[: self._config.eval.mismatch_episodes]
-        if not tasks:
+        wanted = min(self._config.eval.mismatch_episodes, len(tasks))
+        if not wanted:
             return
+        # Spread over the whole set, so that every family is in it, the held-out ones too.
+        tasks = [tasks[index * len(tasks) // wanted] for index in range(wanted)]
         engine = self._engine(actor, codec, torch.bfloat16)
         collector = self._collector(self.make_env, engine, codec, self._config.rollout.temperature)
         episodes = collector.collect(tasks, seed=derive_seed(self._config.eval.seed, "mismatch"))
@@ -340,7 +346,7 @@ class _Evaluator:
         self._codec = codec
 
     def evaluate(self, tag: str) -> dict[str, Any]:
-        metrics = self._assembly.evaluate(tag, self._collector)
+        metrics = self._assembly.evaluate(tag, self._collector, self._codec.tokenizer)
         if tag == "ppo":
             self._assembly.measure_mismatch(self._actor, self._codec)
         return metrics

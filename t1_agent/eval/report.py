@@ -64,6 +64,7 @@ def write_report(run_dir: Path) -> Path:
         differences=_differences(evaluations),
         plots=_plots(metrics),
         mismatch=_read_json(run_dir / "mismatch.json"),
+        drift_rows=_drift_rows(metrics),
         costs=_cost_rows(metrics),
         transcripts=transcripts,
         transcript_tags=sorted({t["tag"] for t in transcripts}, key=_tag_key),
@@ -141,7 +142,7 @@ def _tiles(evaluations: Mapping[str, EvalResult], metrics: Sequence[Mapping[str,
                 "detail": f"95%: {100 * difference.low:+.1f} to {100 * difference.high:+.1f}, paired",
             }
         )
-    drift = [row["tito/drift_tokens_in_loss"] for row in metrics if "tito/drift_tokens_in_loss" in row]
+    drift = [row["tito/drift_tokens_in_loss"] for row in metrics if row["phase"] == "ppo" and "tito/drift_tokens_in_loss" in row]
     if drift:
         tiles.append({"label": "drift tokens in the loss", "value": f"{int(sum(drift))}", "detail": f"over {len(drift)} batches"})
     return tiles
@@ -177,6 +178,20 @@ def _compare_or_none(before: EvalResult, after: EvalResult, held_out: bool) -> I
         return compare(before, after, held_out_families=held_out)
     except ValueError:  # the two evaluations share no task of that kind
         return None
+
+
+def _drift_rows(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Drift in the loss region of every evaluation's episodes, with the ledger and with the re-tokenising baseline."""
+    return [
+        {
+            "tag": line["phase"].removeprefix("eval/"),
+            "sampled": int(line["rollout/sampled_tokens"]),
+            "ledger": int(line["tito/drift_tokens_in_loss"]),
+            "baseline": int(line["tito/baseline_drift_tokens"]),
+        }
+        for line in metrics
+        if line["phase"].startswith("eval/") and "tito/baseline_drift_tokens" in line
+    ]
 
 
 _COST_KEYS = ("episodes", "turns", "sampled_tokens", "trained_tokens", "sandbox_seconds")

@@ -132,6 +132,12 @@ def test_batches_report_no_drift_and_routes_as_recorded(finished: Path) -> None:
         assert row["mismatch/non_finite"] == 0
 
 
+def test_the_same_episodes_would_drift_if_they_were_tokenised_again(finished: Path) -> None:
+    rows = [row for row in metrics(finished) if row["phase"].startswith("eval/")]
+    assert [row["tito/drift_tokens_in_loss"] for row in rows] == [0, 0]
+    assert all(row["tito/baseline_drift_tokens"] > 0 for row in rows)
+
+
 def test_mismatch_falls_with_replay_when_precision_differs(finished: Path) -> None:
     table = json.loads((finished / "mismatch.json").read_text())
     rows = {(row["tito"], row["r3"]): row for row in table["rows"]}
