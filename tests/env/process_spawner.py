@@ -82,7 +82,8 @@ class ProcessSpawner:
     @staticmethod
     def _become(argv: list[str], env: dict[str, str], cwd: str, slave: int | None, fds: dict[int, int]) -> None:
         os.setsid()
-        for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
+        # All of them: a job in the background of a script ignores SIGINT and SIGQUIT.
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
         if slave is not None:
             fcntl.ioctl(slave, termios.TIOCSCTTY, 0)

@@ -35,6 +35,11 @@ def t1_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return call
 
 
+def default_sigint() -> None:
+    """A job in the background of a script ignores SIGINT, and Python then raises no KeyboardInterrupt: undo that in the child."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def assert_one_line(error: str) -> None:
     assert error.endswith("\n")
     assert error.count("\n") == 1, error
@@ -275,7 +280,7 @@ class TestWithSandbox:
     def test_control_c_is_130_and_leaves_nothing(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "t1_env", "play", HELLO]
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=tmp_path, text=True) as process:
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=tmp_path, text=True, preexec_fn=default_sigint) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             assert "verifiers" in process.stdout.readline()
@@ -286,7 +291,7 @@ class TestWithSandbox:
 
     def test_control_c_stops_a_long_check(self) -> None:
         command = [sys.executable, "-m", "t1_env", "tasks", "check", "families/tidy-files?level=1&n=5000"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default_sigint) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             assert "families/tidy-files" in process.stdout.readline()

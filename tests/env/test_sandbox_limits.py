@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -149,8 +151,11 @@ def _cgroups(part: str) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------------------ ordinary user
 _ORDINARY = """
-import json, os, sys, time
-sys.path[:0] = json.loads(sys.argv[1])
+import json, os, sys, time, types
+# The sandbox alone, without what the rest of the package imports: this user may not read where that is installed.
+package = types.ModuleType("t1_env")
+package.__path__ = [sys.argv[1]]
+sys.modules["t1_env"] = package
 from t1_env.sandbox.base import SandboxSpec
 from t1_env.sandbox.local import LocalSandbox, unavailable_reason
 assert os.getuid() != 0
@@ -197,20 +202,22 @@ def ordinary():
     """What the script above saw as a user without privileges."""
     if os.getuid() != 0:
         pytest.skip("this test run already is an ordinary user's: every other test covers it")
-    python = _python_for_nobody()
-    entries = [str(ROOT), *(entry for entry in sys.path if Path(entry).name == "site-packages")]
-    result = subprocess.run(
-        [python, "-c", _ORDINARY, json.dumps(entries)],
-        user=NOBODY,
-        group=NOBODY,
-        extra_groups=[],
-        cwd="/",
-        env={},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    # A checkout and a virtual environment often lie in directories closed to others; a copy in /tmp does not.
+    with tempfile.TemporaryDirectory(prefix="t1-ordinary-") as copy:
+        shutil.copytree(ROOT / "t1_env", Path(copy, "t1_env"), ignore=shutil.ignore_patterns("__pycache__"))
+        Path(copy).chmod(0o755)
+        result = subprocess.run(
+            [_python_for_nobody(copy), "-c", _ORDINARY, str(Path(copy, "t1_env"))],
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            cwd="/",
+            env={},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     if "reason" in report:
@@ -218,12 +225,12 @@ def ordinary():
     return report
 
 
-def _python_for_nobody() -> str:
+def _python_for_nobody(readable: str) -> str:
     """An interpreter of this version that a user without privileges may execute and import from."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for candidate in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
         if Path(candidate).exists():
-            probe = [candidate, "-c", f"import os; os.stat({str(ROOT / 't1_env')!r}); import json"]
+            probe = [candidate, "-c", f"import os; os.stat({readable + '/t1_env'!r}); import json"]
             try:
                 if (
                     subprocess.run(probe, user=NOBODY, group=NOBODY, extra_groups=[], env={}, capture_output=True, check=False).returncode
@@ -258,6 +265,20 @@ def test_an_ordinary_users_limits_hold(ordinary):
     assert ordinary["bomb"]
     assert 10 <= ordinary["processes"] <= 40 + 5
     assert ordinary["after_bomb"] == "fine\n"
+
+
+_IGNORING = """
+from t1_env.sandbox.local import LocalSandbox
+with LocalSandbox() as box:
+    print(box.run(["grep", "SigIgn", "/proc/self/status"]).stdout.decode())
+"""
+
+
+def test_signals_the_host_ignores_work_inside():
+    """A job in the background of a script ignores SIGINT and SIGQUIT; the agent's processes must not inherit that."""
+    line = ["bash", "-c", 'trap "" INT QUIT TERM; exec "$0" -c "$1"', sys.executable, _IGNORING]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
+    assert int(result.stdout.split()[1], 16) == 0, result.stdout
 
 
 # ------------------------------------------------------------------------------------------------------------------- no namespaces
