@@ -257,6 +257,7 @@ def _line_plot(lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> st
     """SVG of one small line plot, base64. Drawn with the object API: no global state, no display."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(4.6, 2.7), layout="constrained")
     FigureCanvasSVG(figure)
@@ -273,6 +274,7 @@ def _line_plot(lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> st
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(lines) > 1:
         axes.legend(frameon=False)
     buffer = io.BytesIO()
