@@ -14,6 +14,7 @@ from typing import Any
 from t1_agent.eval.results import EvalResult, compare, summarise
 from t1_agent.eval.statistics import Interval
 from t1_agent.rollout.store import load_trajectories
+from t1_agent.train.rundir import read_metrics, write_atomically
 from t1_agent.types import Trajectory
 
 TAG_ORDER = ("untrained", "warmstart", "ppo")
@@ -73,23 +74,8 @@ def write_report(run_dir: Path) -> Path:
     )
     path = run_dir / "report" / "index.html"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(".index.html.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, page)
     return path
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of ``metrics.jsonl``; a last line cut short by a kill is left out."""
-    if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
 
 
 def load_evaluations(folder: Path) -> dict[str, EvalResult]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from t1_agent.eval.statistics import Interval, bootstrap_mean, paired_difference, wilson
+from t1_agent.train.rundir import write_atomically
 from t1_agent.types import Trajectory
 
 RESULTS_VERSION = 1
@@ -64,9 +65,7 @@ class EvalResult:
     def save(self, path: Path) -> None:
         """Write as JSON, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(json.dumps({"version": RESULTS_VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, json.dumps({"version": RESULTS_VERSION, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> EvalResult:

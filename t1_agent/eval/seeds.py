@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from t1_agent.eval.report import read_metrics
 from t1_agent.eval.results import EpisodeResult, EvalResult
 from t1_agent.eval.statistics import Interval, bootstrap_mean, paired_difference
+from t1_agent.train.rundir import read_metrics
 from t1_env.errors import ConfigError
 
 HELD_OUT_PREFIX = "held-out"

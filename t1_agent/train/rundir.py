@@ -100,7 +100,9 @@ class RunDir:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read ``metrics.jsonl``; a line that was cut by a crash at the very end is left out."""
+    """Read ``metrics.jsonl``; a line that was cut by a crash at the very end is left out, and a run that logged nothing yet has none."""
+    if not path.is_file():
+        return []
     lines = path.read_text(encoding="utf-8").split("\n")
     # The last piece is what follows the last newline: empty, or a line that was never finished.
     return [json.loads(line) for line in lines[:-1]]

@@ -11,11 +11,12 @@ import pytest
 pytest.importorskip("pyarrow", reason="needs the agent extra: pip install 't1-terminal[agent]'")
 pytest.importorskip("matplotlib", reason="needs the agent extra: pip install 't1-terminal[agent]'")
 
-from t1_agent.eval.report import read_metrics, write_report
+from t1_agent.eval.report import write_report
 from t1_agent.eval.results import EpisodeResult, EvalResult, compare, evaluate_trajectories, summarise
 from t1_agent.eval.seeds import as_markdown, combine_runs
 from t1_agent.rollout.store import save_trajectories
 from t1_agent.testing import toy_trajectory
+from t1_agent.train.rundir import read_metrics
 from t1_agent.types import Turn
 from t1_env.errors import ConfigError
 
