@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -32,17 +31,15 @@ from t1_agent.train.episodes import episode_metrics
 from t1_agent.train.rundir import RunDir, write_atomically
 from t1_agent.train.seeds import derive_seed
 from t1_agent.types import SamplingParams, Trajectory
-from t1_env import ENV_ID, resolve_tasks
+from t1_env import ENV_ID, Task, resolve_tasks
 from t1_env.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 TOKENIZER_TEXTS = 600
 """Scripts whose instruction and commands the tokenizer is trained on."""
 
 
-def task_ids(specs: Sequence[str], n: int, seed: int, *, split: str | None = None) -> list[str]:
-    """Draw ``n`` task ids, the specs taking turns; a pure function of the arguments.
+def draw_tasks(specs: Sequence[str], n: int, seed: int, *, split: str | None = None) -> list[Task]:
+    """Draw ``n`` tasks, the specs taking turns; a pure function of the arguments.
 
     Args:
         specs: Task ids or family specs.
@@ -52,7 +49,12 @@ def task_ids(specs: Sequence[str], n: int, seed: int, *, split: str | None = Non
     """
     sources = [resolve_tasks(with_split(spec, split) if split else spec) for spec in specs]
     rng = random.Random(seed)
-    return [sources[index % len(sources)].sample(rng.randrange(2**31)).id for index in range(n)]
+    return [sources[index % len(sources)].sample(rng.randrange(2**31)) for index in range(n)]
+
+
+def task_ids(specs: Sequence[str], n: int, seed: int, *, split: str | None = None) -> list[str]:
+    """Ids of ``draw_tasks``."""
+    return [task.id for task in draw_tasks(specs, n, seed, split=split)]
 
 
 def with_split(spec: str, split: str) -> str:
@@ -149,8 +151,9 @@ class Assembly:
     def demonstrate(self, seed: int) -> list[Trajectory]:
         """Train the tokenizer and record the demonstrations through the environment and the ledger."""
         started = time.perf_counter()
-        scripts = self._scripts(seed)
-        tokenizer = train_tokenizer(self._tokenizer_texts(scripts), vocab_size=self._config.model.vocab_size)
+        tasks = draw_tasks(self._config.tasks.train, self._config.demos.episodes, derive_seed(seed, "tasks"))
+        scripts = self._scripts(tasks, seed)
+        tokenizer = train_tokenizer(_tokenizer_texts(tasks, scripts), vocab_size=self._config.model.vocab_size)
         tokenizer.save(self.tokenizer_dir)
         self._say(f"tokenizer: {tokenizer.vocab_size} tokens")
         total = len(scripts)
@@ -176,18 +179,9 @@ class Assembly:
         self._run.log("demonstrations", 0, metrics)
         return demonstrations
 
-    def _scripts(self, seed: int) -> list[Script]:
+    def _scripts(self, tasks: Sequence[Task], seed: int) -> list[Script]:
         rng = random.Random(seed)
-        ids = task_ids(self._config.tasks.train, self._config.demos.episodes, derive_seed(seed, "tasks"))
-        flawed = self._config.demos.flawed_fraction
-        return [write_script(resolve_tasks(task_id).get(task_id), rng, flawed_fraction=flawed) for task_id in ids]
-
-    def _tokenizer_texts(self, scripts: Sequence[Script]) -> list[str]:
-        chosen = scripts[:TOKENIZER_TEXTS]
-        instructions = [resolve_tasks(script.task_id).get(script.task_id).instruction for script in chosen]
-        # Every observation opens with the exit status; a demonstration rarely shows any but 0.
-        statuses = [f"exit {status}" for status in (0, 1, 2, 126, 127)] * 50
-        return [*instructions, *("\n".join(script.turns) for script in chosen), *statuses]
+        return [write_script(task, rng, flawed_fraction=self._config.demos.flawed_fraction) for task in tasks]
 
     # --------------------------------------------------------------------------------------------------------------- model
     def build_actor(self, seed: int) -> Any:
@@ -316,6 +310,13 @@ class Assembly:
                 f"{row['drift_tokens']} drift tokens in the loss"
             )
         write_atomically(self._run.path / "mismatch.json", json.dumps(table, indent=1) + "\n")
+
+
+def _tokenizer_texts(tasks: Sequence[Task], scripts: Sequence[Script]) -> list[str]:
+    instructions = [task.instruction for task in tasks[:TOKENIZER_TEXTS]]
+    # Every observation opens with the exit status; a demonstration rarely shows any but 0.
+    statuses = [f"exit {status}" for status in (0, 1, 2, 126, 127)] * 50
+    return [*instructions, *("\n".join(script.turns) for script in scripts[:TOKENIZER_TEXTS]), *statuses]
 
 
 class _TaskCollector:
