@@ -148,6 +148,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
     | `reward_terms` | `dict[str, float]` | Parts of the reward |
     | `end_reason` | `str` or `None` | See Episode End |
     | `infra_error` | `str` or `None` | What broke |
+    | `incidents` | `tuple[str, ...]` | What befell the connection to a remote sandbox, e.g. that it broke and was made anew |
     | `tamper` | `tuple[str, ...]` | Files of the base system (`/usr`, `/etc` ...) that the agent changed, replaced or removed |
     | `_timing` | mapping | Seconds by phase; the only part that differs between two runs of the same actions |
 
@@ -217,6 +218,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         self._episode: Episode | None = None
         self._baseline = self._report = VerifierReport()
         self._isolation = "none"
+        self._incidents: tuple[str, ...] = ()
         self._tamper: tuple[str, ...] = ()
         self._verbatim = _verbatim_info(VerbatimVerdict.NOT_RUN)
         self._shell: tuple[ShellState, str] = (ShellState.IDLE, "/")
@@ -247,6 +249,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         self._episode = Episode(self._budget)
         assert self._machine is not None, "set by _start"
         self._isolation = self._machine.sandbox.isolation
+        self._incidents = self._machine.incidents
         self._tamper, self._verbatim = (), _verbatim_info(VerbatimVerdict.NOT_RUN)
         self._shell = (ShellState.IDLE, to_unicode(self._machine.session.cwd))
         self._screen = self._machine.session.screen()
@@ -311,7 +314,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
             result = self._act(machine, chosen, episode)
             output_bytes = result.output_bytes if result is not None else 0
             self._report = self._verify(machine, last=isinstance(chosen, Submit) or _may_be_last(episode, output_bytes))
-            error = self._report.infra_error
+            error, self._incidents = self._report.infra_error, machine.incidents
         except (SandboxError, ShellError, VerifierError, OSError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         if error is not None:
@@ -407,6 +410,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
             "reward_terms": dict(terms),
             "end_reason": None if end_reason is None else end_reason.value,
             "infra_error": infra_error,
+            "incidents": self._incidents,
             "tamper": self._tamper,
             "_timing": self._watch.read(),
         }

@@ -8,8 +8,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from t1_env.errors import ShellError, VerifierError
 from t1_env.protocol import VerifierReport
-from t1_env.sandbox.base import Sandbox, SandboxSpec
-from t1_env.sandbox.images import BuiltEnvironment, build_environment
+from t1_env.sandbox.base import BuiltEnvironment, ImageSource, ReportsIncidents, Sandbox, SandboxSpec
 from t1_env.sandbox.registry import make_sandbox, sandbox_names
 from t1_env.shell import Session, ShellConfig
 from t1_env.tasks import Task
@@ -86,6 +85,7 @@ def sandbox_spec(task: Task) -> SandboxSpec:
         memory_mb=environment.memory_limit_mb or DEFAULT_MEMORY_MB,
         storage_mb=min(environment.storage_limit_mb or DEFAULT_STORAGE_MB, MAX_STORAGE_MB),
         cpus=environment.cpus,
+        image=ImageSource(task.environment_dir, environment.docker_image, environment.build_timeout_sec),
         hide=_task_directories(task),
     )
 
@@ -113,7 +113,7 @@ class Machine:
         self._session: Session | None = None
         self._verify_retries = verify_retries
         self._verified_generation: str | None = None
-        self._built = BuiltEnvironment(env={}, workdir=None)
+        self._built = BuiltEnvironment()
         self._built_system: dict[str, str] = {}
 
     @property
@@ -145,8 +145,7 @@ class Machine:
         """
         with watch.phase("sandbox"):
             self.sandbox.start()
-        with watch.phase("build"):
-            self._built = build_environment(self.sandbox, self.task.environment_dir, self.task.config.environment.build_timeout_sec)
+            self._built = self.sandbox.built
         with watch.phase("fingerprint"):
             self._built_system = self._system_changes()
             self._verified_generation = self.sandbox.generation()
@@ -222,6 +221,11 @@ class Machine:
         with watch.phase("fingerprint"):
             now = self._system_changes()
         return tuple(sorted(path for path in {*now, *self._built_system} if now.get(path) != self._built_system.get(path)))
+
+    @property
+    def incidents(self) -> tuple[str, ...]:
+        """What befell the connection to the sandbox; empty where there is none to lose."""
+        return self.sandbox.incidents if isinstance(self.sandbox, ReportsIncidents) else ()
 
     def _shell_env(self) -> dict[str, str]:
         """The image's variables under those of the task, as a container's win over its image's; both over the shell's defaults."""

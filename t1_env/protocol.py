@@ -197,6 +197,7 @@ INFO_KEYS: Final[tuple[str, ...]] = (
     "reward_terms",  # dict[str, float]: sums to the step's reward
     "end_reason",  # str | None: EndReason once the episode ended
     "infra_error",  # str | None: what broke, when end_reason is "infra_failure"
+    "incidents",  # tuple[str, ...]: what befell the connection to the sandbox, e.g. that it was made anew
     "tamper",  # tuple[str, ...]: base-image files the agent changed under the system directories
     "_timing",  # dict[str, float]: seconds by phase; not deterministic, `timing=False` leaves it empty
 )

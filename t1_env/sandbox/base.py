@@ -14,6 +14,34 @@ from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSource:
+    """What a sandbox's filesystem starts from, as a task describes it.
+
+    Args:
+        environment_dir: Directory with a ``Dockerfile``, the root of what it can copy; None without one.
+        docker_image: Name of a ready image; a backend that knows it uses it instead of building.
+        build_timeout_s: Wall-clock limit of a build in seconds.
+    """
+
+    environment_dir: Path | None = None
+    docker_image: str | None = None
+    build_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEnvironment:
+    """What an image or a build leaves behind beside files: settings that every later process should get.
+
+    Args:
+        env: Variables set by ``ENV``.
+        workdir: The last ``WORKDIR``, or None if there was none.
+    """
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SandboxSpec:
     """What to build. Limits that a backend cannot enforce are reported by ``Sandbox.capabilities``.
 
@@ -26,6 +54,7 @@ class SandboxSpec:
         max_processes: Limit on processes and threads.
         cpus: CPU share, fractional allowed, or None.
         network: Whether the sandbox may reach the network. The local sandbox offers loopback only.
+        image: What the filesystem starts from; None for the backend's bare base.
         hide: Host paths that must not be visible inside even if they lie under an allowed system directory (task tests, solutions).
     """
 
@@ -37,6 +66,7 @@ class SandboxSpec:
     max_processes: int = 256
     cpus: float | None = None
     network: bool = False
+    image: ImageSource | None = None
     hide: tuple[Path, ...] = ()
 
 
@@ -97,10 +127,19 @@ class Sandbox(Protocol):
     isolation: str
     """``"namespaces"``, ``"container"``, ``"remote"`` or ``"none"``."""
     capabilities: frozenset[str]
-    """Of ``{"clone", "freeze", "memory_limit", "process_limit", "storage_limit", "cpu_limit", "network_off"}``."""
+    """Of ``{"clone", "fork", "freeze", "memory_limit", "process_limit", "storage_limit", "cpu_limit", "network_off"}``."""
 
     def start(self) -> None:
-        """Create it. Raises ``SandboxUnavailable`` when this machine cannot, leaving nothing behind."""
+        """Create it, with ``SandboxSpec.image`` in it.
+
+        Raises:
+            SandboxUnavailable: This machine cannot; nothing is left behind.
+            ImageBuildError: The image cannot be built; names the Dockerfile line.
+        """
+
+    @property
+    def built(self) -> BuiltEnvironment:
+        """Variables and working directory that the image left; empty before ``start`` and without an image."""
 
     @property
     def alive(self) -> bool:
@@ -159,5 +198,23 @@ class Sandbox(Protocol):
             timeout_s: Everything in the clone is killed after this.
         """
 
+    def fork(self) -> Sandbox:
+        """Return a started sandbox whose filesystem is a copy of this one's as it stands; processes are not copied.
+
+        The two share nothing afterwards. This one is frozen while the copy is taken.
+
+        Raises:
+            SandboxError: This backend cannot (``"fork"`` is not among its capabilities), or the copy failed.
+        """
+
     def close(self) -> None:
         """Kill every process and remove every trace. Idempotent, never raises."""
+
+
+@runtime_checkable
+class ReportsIncidents(Protocol):
+    """A sandbox that can say what befell its connection; ``info["incidents"]`` carries it to whoever reads the episode."""
+
+    @property
+    def incidents(self) -> tuple[str, ...]:
+        """What happened so far, oldest first, e.g. ``"reconnected after 1.2 s"``; empty if nothing did."""

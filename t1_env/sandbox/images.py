@@ -9,31 +9,16 @@ from __future__ import annotations
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from t1_env.errors import ImageBuildError, SandboxDied, SandboxError
-from t1_env.sandbox.base import Sandbox
+from t1_env.sandbox.base import BuiltEnvironment, Sandbox
 from t1_env.sandbox.dockerfile import Instruction, parse_dockerfile, parse_exec_form, parse_pairs, split_words, substitute
 
 _ARCHIVES: Final = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 _OUTPUT_CHARACTERS: Final = 2000
 _ROOT_OWNERS: Final = ("root", "0", "root:root", "0:0")
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltEnvironment:
-    """What a build leaves behind beside files: settings that every later process should get.
-
-    Args:
-        env: Variables set by ``ENV``.
-        workdir: The last ``WORKDIR``, or None if there was none.
-    """
-
-    env: Mapping[str, str]
-    workdir: str | None
 
 
 def build_environment(sandbox: Sandbox, environment_dir: Path, build_timeout_s: float = 600.0) -> BuiltEnvironment:

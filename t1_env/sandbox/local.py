@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox import checks, launcher, wire
-from t1_env.sandbox.base import CloneResult, ExecResult, SandboxProcess, SandboxSpec
+from t1_env.sandbox.base import BuiltEnvironment, CloneResult, ExecResult, Sandbox, SandboxProcess, SandboxSpec
+from t1_env.sandbox.images import build_environment
 from t1_env.sandbox.link import Link
 from t1_env.sandbox.process import LocalProcess, drain, host_pid, read_ready
 
@@ -50,6 +51,7 @@ class LocalSandbox:
         checks.check_spec(self.spec)
         self.capabilities: frozenset[str] = frozenset({"clone", "freeze", "storage_limit", "network_off"})
         self._link: Link | None = None
+        self._built = BuiltEnvironment()
         self._closed = False
         self._start_lock = threading.Lock()
 
@@ -65,6 +67,7 @@ class LocalSandbox:
 
         Raises:
             SandboxUnavailable: This machine refuses the namespaces or mounts it needs; the message says what to enable.
+            ImageBuildError: ``SandboxSpec.image`` cannot be built; names the Dockerfile line.
             SandboxDied: It was closed.
         """
         with self._start_lock:
@@ -74,6 +77,14 @@ class LocalSandbox:
                 if sys.platform != "linux":
                     raise SandboxUnavailable(f"the local sandbox needs Linux, this is {sys.platform}")
                 self._link, self.capabilities = Link.open(self, self.spec)
+                image = self.spec.image
+                if image is not None and image.environment_dir is not None:
+                    self._built = build_environment(self, image.environment_dir, image.build_timeout_s)
+
+    @property
+    def built(self) -> BuiltEnvironment:
+        """Variables and working directory that the image left; empty before ``start`` and without an image."""
+        return self._built
 
     @property
     def alive(self) -> bool:
@@ -206,6 +217,10 @@ class LocalSandbox:
             return CloneResult(None, float(reply.get("seconds", 0.0)), str(reply["error"]))
         result = json.loads(reply["result"])
         return CloneResult(result.get("payload"), float(reply["seconds"]), result.get("error"))
+
+    def fork(self) -> Sandbox:
+        """Return a started sandbox whose filesystem is a copy of this one's as it stands; see ``Sandbox.fork``."""
+        raise SandboxError("the local sandbox cannot be forked in this version")
 
     def close(self) -> None:
         """Kill every process and remove every trace. Idempotent, never raises."""

@@ -7,13 +7,13 @@ bytes are collected, and drawn when somebody looks.
 
 from __future__ import annotations
 
+import array
 import codecs
 import copy
 import re
+import sys
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import pyte
 
 _KEPT_BYTES: Final = 32 * 1024
@@ -81,7 +81,7 @@ class TerminalScreen:
         self._lost_alternate: bool | None = None
         self._held = ""
         self._last_drawn = ""
-        self._picture: npt.NDArray[np.uint32] | None = None
+        self._picture: bytes | None = None
         self._main: dict[str, Any] | None = None  # the main screen, while the alternate one is shown
 
     def feed(self, data: bytes) -> None:
@@ -108,27 +108,33 @@ class TerminalScreen:
         self._screen.reset()
         self._picture = None
 
-    def array(self) -> npt.NDArray[np.uint32]:
+    def codes(self) -> bytes:
         """The screen as code points.
 
         Returns:
-            Array of shape (rows, cols), dtype uint32. Blank cells and the second half of a wide character are 32 (a space).
+            One little-endian uint32 for each cell, row by row. Blank cells and the second half of a wide character are 32 (a space).
         """
         if not self._pending and self._picture is not None:
-            return self._picture.copy()
+            return self._picture
         self._draw_pending()
-        cells = np.full((self._screen.lines, self._screen.columns), ord(" "), dtype=np.uint32)
+        lines, columns = self._screen.lines, self._screen.columns
+        cells = array.array("I", [ord(" ")]) * (lines * columns)
         for y, row in self._screen.buffer.items():
-            if y < self._screen.lines:
+            if y < lines:
                 for x, cell in row.items():
-                    if x < self._screen.columns and cell.data:
-                        cells[y, x] = ord(cell.data[0])
-        self._picture = cells
-        return cells.copy()
+                    if x < columns and cell.data:
+                        cells[y * columns + x] = ord(cell.data[0])
+        if sys.byteorder == "big":
+            cells.byteswap()
+        self._picture = cells.tobytes()
+        return self._picture
 
     def text(self) -> str:
         """The screen as lines of text, trailing blanks removed."""
-        return "\n".join("".join(map(chr, row)).rstrip() for row in self.array()).rstrip("\n")
+        width = 4 * self._screen.columns
+        codes = self.codes()
+        rows = (codes[start : start + width].decode("utf-32-le", "replace").rstrip() for start in range(0, len(codes), width))
+        return "\n".join(rows).rstrip("\n")
 
     @property
     def cursor(self) -> tuple[int, int]:

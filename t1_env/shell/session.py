@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import time
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from t1_env.errors import SandboxDied, SandboxError, ShellError
 from t1_env.protocol import ShellState
-from t1_env.shell.channel import ShellChannel, Spawner
-from t1_env.shell.config import TIMEOUT_EXIT_CODE, ShellConfig, ShellResult
-from t1_env.shell.driver import Outcome, ShellDriver
-from t1_env.shell.keys import encode_keys
-from t1_env.shell.output import HeadTail, TextFilter
-from t1_env.shell.screen import TerminalScreen
-
-_END_NEWS_S: Final = 2.0
+from t1_env.shell.channel import Spawner
+from t1_env.shell.config import ShellConfig, ShellResult
+from t1_env.shell.engine import BashEngine, OffersShell, ShellEngine
 
 
 class Session:
-    r"""A persistent interactive bash in a sandbox.
+    r"""A persistent interactive shell in a sandbox.
 
     One command at a time; working directory, variables, functions, aliases and background jobs persist. Not thread-safe: one session
-    belongs to one episode.
+    belongs to one episode. The shell is driven from this process where its terminal can be handed over (``local``), else from beside it,
+    at the far end of the sandbox's connection (``docker``, ``ssh``); both run the same code.
 
     Args:
-        sandbox: A started sandbox (anything with its ``spawn`` and ``alive``).
+        sandbox: A started sandbox (anything with its ``spawn`` and ``alive``, or with ``open_shell``).
         config: How to behave; defaults to ``ShellConfig()``.
 
     Example:
@@ -38,17 +31,9 @@ class Session:
         '/tmp\n'
     """
 
-    def __init__(self, sandbox: Spawner, config: ShellConfig | None = None) -> None:
-        self._sandbox = sandbox
-        self._config = config or ShellConfig()
-        self._size = (self._config.rows, self._config.cols)
-        self._text = TextFilter(keep_ansi=self._config.keep_ansi)
-        self._kept = HeadTail(self._config.max_output_bytes)
-        self._screen = TerminalScreen(*self._size)
-        self._driver: ShellDriver | None = None
-        self._state = ShellState.SHELL_EXITED
-        self._cwd = ""
-        self._typed = ""
+    def __init__(self, sandbox: Spawner | OffersShell, config: ShellConfig | None = None) -> None:
+        config = config or ShellConfig()
+        self._engine: ShellEngine = sandbox.open_shell(config) if isinstance(sandbox, OffersShell) else BashEngine(sandbox, config)
 
     # ------------------------------------------------------------------------------------------------------------------ life cycle
     def start(self) -> None:
@@ -58,17 +43,11 @@ class Session:
             SandboxError: If the sandbox cannot start a process.
             ShellError: If bash is missing or does not come up.
         """
-        if self._driver is not None:
-            raise ShellError("the session is already started: close it first")
-        self._driver = self._open(cwd=self._config.cwd, exports=b"")
-        self._state = ShellState.IDLE
+        self._engine.start()
 
     def close(self) -> None:
         """End the shell. Background jobs end with the sandbox. Idempotent."""
-        if self._driver is not None:
-            self._driver.channel.close()
-            self._driver = None
-        self._state = ShellState.SHELL_EXITED
+        self._engine.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -81,17 +60,17 @@ class Session:
     @property
     def state(self) -> ShellState:
         """What the terminal was doing when the last step returned."""
-        return self._state
+        return self._engine.state
 
     @property
     def cwd(self) -> str:
         """Working directory of the shell after its last finished command."""
-        return os.fsencode(self._cwd).decode("utf-8", "replace")
+        return self._engine.cwd
 
     @property
     def pid(self) -> int:
-        """Process id of the shell as the host sees it; 0 if unknown."""
-        return self._live().channel.process.pid
+        """Process id of the shell as this host sees it; 0 if unknown."""
+        return self._engine.pid
 
     def screen(self) -> npt.NDArray[np.uint32]:
         """The terminal's picture.
@@ -99,22 +78,20 @@ class Session:
         Returns:
             Code points, shape (rows, cols), dtype uint32; blank cells are 32.
         """
-        return self._screen.array()
+        return np.frombuffer(self._engine.screen_codes(), dtype="<u4").astype(np.uint32).reshape(self._engine.size)
 
     def screen_text(self) -> str:
-        """The terminal's picture as lines of text."""
-        return self._screen.text()
+        """The terminal's picture as lines of text, trailing blanks removed."""
+        return "\n".join("".join(map(chr, row)).rstrip() for row in self.screen()).rstrip("\n")
 
     @property
     def cursor(self) -> tuple[int, int]:
         """(row, column) of the cursor, from 0."""
-        return self._screen.cursor
+        return self._engine.cursor
 
     def resize(self, rows: int, cols: int) -> None:
         """Change the size of the terminal, as a window does."""
-        self._live().channel.resize(rows, cols)
-        self._screen.resize(rows, cols)
-        self._size = (rows, cols)
+        self._engine.resize(rows, cols)
 
     # ----------------------------------------------------------------------------------------------------------------------- steps
     def run(self, text: str, timeout_s: float | None = None) -> ShellResult:
@@ -134,21 +111,7 @@ class Session:
         Raises:
             ShellError: If the session was not started, or a shell that ended could not be replaced.
         """
-        started = time.monotonic()
-        driver = self._live()
-        self._typed = ""
-        deadline = started + (self._config.timeout_s if timeout_s is None else timeout_s)
-        if not self._is_there(driver):
-            return self._ended(started)
-        if driver.busy:
-            driver.type_keys(text.replace("\n", "\r").encode("utf-8", "replace") + b"\r", deadline)
-        else:
-            driver.begin(text)
-        outcome = driver.wait(deadline, quiet_s=self._config.quiet_timeout_s)
-        timed_out = outcome in (Outcome.EXPIRED, Outcome.QUIET)
-        if timed_out:
-            outcome = driver.interrupt()
-        return self._conclude(outcome, started, timed_out=timed_out)
+        return self._engine.run(text, timeout_s)
 
     def keys(self, text: str, wait_s: float = 1.0) -> ShellResult:
         """Type keys and wait for what comes of them. Nothing is ended when the time is up.
@@ -165,133 +128,4 @@ class Session:
         Raises:
             ShellError: If the session was not started, or a shell that ended could not be replaced.
         """
-        started = time.monotonic()
-        driver = self._live()
-        deadline = started + wait_s
-        if not self._is_there(driver):
-            return self._ended(started)
-        if driver.busy:
-            driver.type_keys(encode_keys(text, application_cursor=self._text.application_cursor), deadline)
-        else:
-            command = self._type_at_prompt(text)
-            if command is None:
-                driver.drain()
-                return self._result(started, None, ShellState.IDLE)
-            driver.begin(command)
-        return self._conclude(driver.wait(deadline), started)
-
-    def _type_at_prompt(self, text: str) -> str | None:
-        """Edit the line at the prompt; returns the command once Enter was pressed on one."""
-        match text:
-            case "Enter":
-                text = "\n"
-            case "BSpace":
-                self._typed = self._typed[:-1]
-                return None
-            case "C-c" | "C-u":
-                self._typed = ""
-                return None
-            case "C-d":
-                return None if self._typed else "exit"
-            case "Space":
-                text = " "
-            case "Tab":
-                text = "\t"
-            case _ if encode_keys(text) != text.encode("utf-8", "replace"):
-                return None  # another key: nothing to move or complete here
-        *lines, self._typed = (self._typed + text.replace("\r", "\n")).split("\n")
-        command = "\n".join(lines)
-        return command if command.strip() else None
-
-    # --------------------------------------------------------------------------------------------------------------------- outcomes
-    def _live(self) -> ShellDriver:
-        if self._driver is None:
-            raise ShellError("the session is not started: call start() first (or use it as a context manager)")
-        return self._driver
-
-    def _is_there(self, driver: ShellDriver) -> bool:
-        return self._state is not ShellState.SANDBOX_DEAD and driver.catch_up()
-
-    def _conclude(self, outcome: Outcome, started: float, *, timed_out: bool = False) -> ShellResult:
-        driver = self._live()
-        match outcome:
-            case Outcome.FINISHED:
-                assert driver.record is not None
-                self._cwd = driver.record.cwd
-                exit_code = TIMEOUT_EXIT_CODE if timed_out else driver.record.exit_code
-                return self._result(started, exit_code, ShellState.IDLE, timed_out=timed_out)
-            case Outcome.WAITING:
-                state = ShellState.FULLSCREEN if self._text.alternate else ShellState.WAITING_FOR_INPUT
-                return self._result(started, None, state)
-            case Outcome.ENDED:
-                return self._ended(started, timed_out=timed_out)
-            case _ if timed_out or outcome is Outcome.LOST:  # it did not come back from the interrupts, or from its own prompt
-                return self._replaced(started, TIMEOUT_EXIT_CODE if timed_out else None, timed_out=timed_out)
-            case _:
-                state = ShellState.FULLSCREEN if self._text.alternate else ShellState.RUNNING
-                return self._result(started, None, state)
-
-    def _ended(self, started: float, *, timed_out: bool = False) -> ShellResult:
-        driver = self._live()
-        if self._state is ShellState.SANDBOX_DEAD:
-            return self._result(started, None, ShellState.SANDBOX_DEAD)
-        driver.drain()
-        exit_code = driver.channel.exit_code(_END_NEWS_S)
-        return self._replaced(started, TIMEOUT_EXIT_CODE if timed_out else exit_code, timed_out=timed_out)
-
-    def _replaced(self, started: float, exit_code: int | None, *, timed_out: bool) -> ShellResult:
-        """Put a new shell with the same directory and exported variables in the place of one that is gone or lost."""
-        old = self._live().channel
-        visible = self._text.flush()
-        exports = old.exports()
-        old.close()
-        self._kept.append(visible)
-        output = self._kept.take()
-        self._text = TextFilter(keep_ansi=self._config.keep_ansi)
-        self._screen.feed(b"\x1b[?1049l")
-        try:
-            if not self._sandbox.alive:
-                raise SandboxDied("the sandbox is gone")
-            self._driver = self._open(cwd=self._cwd, exports=exports)
-            state = ShellState.SHELL_EXITED
-        except SandboxDied:
-            state, exit_code = ShellState.SANDBOX_DEAD, None
-        except SandboxError as error:
-            raise ShellError(f"the shell ended and the sandbox could not start a new one: {error}") from error
-        self._state = state
-        return ShellResult(*output, exit_code, state, self.cwd, timed_out, time.monotonic() - started)
-
-    def _result(self, started: float, exit_code: int | None, state: ShellState, *, timed_out: bool = False) -> ShellResult:
-        self._state = state
-        if state is ShellState.IDLE and self._text.alternate:  # a full-screen program was killed: back to the main screen
-            self._text.alternate = False
-            self._screen.feed(b"\x1b[?1049l")
-        self._kept.append(self._text.flush(final=state is ShellState.IDLE))
-        return ShellResult(*self._kept.take(), exit_code, state, self.cwd, timed_out, time.monotonic() - started)
-
-    def _open(self, cwd: str | None, exports: bytes) -> ShellDriver:
-        rows, cols = self._size
-        channel = ShellChannel.open(self._sandbox, rows=rows, cols=cols, env=self._config.env, cwd=cwd)
-        driver = ShellDriver(channel, self._config, self._text, self._kept, self._screen)
-        try:
-            self._await_ready(driver)
-            channel.save_termios()
-            if exports:
-                driver.begin(exports.decode("utf-8", "surrogateescape"))
-                self._await_ready(driver)
-                driver.record = None  # its status is nobody's business
-        except ShellError:
-            channel.close()
-            raise
-        self._text.flush()
-        self._kept.take()
-        return driver
-
-    def _await_ready(self, driver: ShellDriver) -> None:
-        outcome = driver.wait(time.monotonic() + self._config.start_timeout_s, for_input=False)
-        if outcome is not Outcome.FINISHED or driver.record is None:
-            self._kept.append(self._text.flush())
-            output, code = self._kept.take()[0].strip(), driver.channel.exit_code()
-            reason = f"ended with status {code}" if code is not None else f"did not answer within {self._config.start_timeout_s} s"
-            raise ShellError(f"bash {reason} while starting; it printed {output[-500:]!r}. Is bash >= 5.0 installed in the sandbox?")
-        self._cwd = driver.record.cwd
+        return self._engine.keys(text, wait_s)

@@ -56,6 +56,8 @@ class ScriptedMachine:
     script: Script
     cwd = "/app"
 
+    incidents = ()
+
     def __init__(self, task: Any, factory: Any, shell: Any, *, verify_retries: int) -> None:
         self.task, self.closed = task, False
         self.sandbox = SimpleNamespace(isolation="namespaces", alive=True)
