@@ -212,6 +212,21 @@ class Sandbox(Protocol):
 
 
 @runtime_checkable
+class KillsAll(Protocol):
+    """A sandbox that can be emptied of processes without being lost: the way out when nothing can be started in it any more."""
+
+    def kill_all(self) -> None:
+        """SIGKILL every process that the agent started, and wait until none is left; the sandbox and its files stay.
+
+        Works under a full process limit, where no new process could do it.
+
+        Raises:
+            SandboxError: Some process could not be killed in time.
+            SandboxDied: The sandbox is gone.
+        """
+
+
+@runtime_checkable
 class ReportsIncidents(Protocol):
     """A sandbox that can say what befell its connection; ``info["incidents"]`` carries it to whoever reads the episode."""
 

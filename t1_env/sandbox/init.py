@@ -31,6 +31,7 @@ _EXIT_NOT_FOUND: Final = 127
 _EXIT_NOT_EXECUTABLE: Final = 126
 _PID_OF_INIT: Final = 1
 _STOP_TIMEOUT_S: Final = 5.0
+_KILL_TIMEOUT_S: Final = 20.0
 
 
 @dataclass(slots=True)
@@ -94,6 +95,9 @@ class Init:
                 reply, passed = self._spawn(request, fds)
             elif operation == "kill_session":
                 reply = {"killed": _kill_session(int(request["pid"]))}
+            elif operation == "kill_all":
+                self._kill_all()
+                reply = {}
             elif operation == "stop":
                 self._stop_all()
                 reply = {}
@@ -151,6 +155,22 @@ class Init:
                 with contextlib.suppress(BrokenPipeError):  # nobody waits for this one any more
                     os.write(fd, STATUS_FORMAT.pack(code if code >= 0 else 128 - code))
                 os.close(fd)
+
+    def _kill_all(self) -> None:
+        """SIGKILL every process but this one until none is left. Needs no new process, so a full process limit cannot prevent it."""
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        pause_s = 0.0
+        while True:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+            self._reap()
+            if not any(state not in "ZX" for _, state, _, _ in _processes()):
+                self._reap()
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 0.0002, 0.01)
 
     # ----------------------------------------------------------------------------------- freezing without a cgroup (ordinary user)
     def _stop_all(self) -> None:

@@ -222,6 +222,10 @@ class LocalSandbox:
         """Return a started sandbox whose filesystem is a copy of this one's as it stands; see ``Sandbox.fork``."""
         raise SandboxError("the local sandbox cannot be forked in this version")
 
+    def kill_all(self) -> None:
+        """Kill every process inside and wait until none is left; the sandbox stays. See ``KillsAll``."""
+        self._require_link().ask_init({"op": "kill_all"})
+
     def close(self) -> None:
         """Kill every process and remove every trace. Idempotent, never raises."""
         self._closed = True

@@ -15,7 +15,7 @@ import pytest
 
 from t1_env.errors import SandboxUnavailable
 from t1_env.sandbox import launcher, limits
-from t1_env.sandbox.base import SandboxSpec
+from t1_env.sandbox.base import KillsAll, SandboxSpec
 from t1_env.sandbox.local import LocalSandbox, SandboxFileError, unavailable_reason
 
 pytestmark = pytest.mark.namespaces
@@ -57,6 +57,31 @@ def test_a_fork_bomb_is_contained():
         assert box.run(["bash", "-c", "kill -9 -1"]).exit_code == 0
         assert bomb.wait(10) == 137
         assert box.run_in_clone("t1_env.sandbox.probe:echo", 1).payload == 1
+        assert box.run(["bash", "-c", "true | true; echo recovered"]).stdout == b"recovered\n"
+
+
+def test_kill_all_empties_the_sandbox_and_keeps_it():
+    with LocalSandbox() as box:
+        assert isinstance(box, KillsAll)
+        box.kill_all()  # with nothing to kill
+        box.put(b"kept", "/app/kept")
+        stubborn = box.spawn(["bash", "-c", "trap '' TERM INT HUP; setsid sleep 1000 & sleep 1000 & wait"], pty_size=(24, 80))
+        stopped = box.spawn(["bash", "-c", "kill -STOP $$"])
+        while _count(box) < 6:
+            time.sleep(0.01)
+        box.kill_all()
+        assert (stubborn.wait(0), stopped.wait(0)) == (137, 137)
+        assert _count(box) == 2  # pid 1 and the counting shell
+        assert box.get("/app/kept") == b"kept"
+
+
+def test_kill_all_ends_a_fork_bomb_under_a_full_limit():
+    with LocalSandbox(SandboxSpec(max_processes=40)) as box:
+        needs(box, "process_limit")
+        bomb = box.spawn(["bash", "-c", "bomb() { bomb | bomb & }; while :; do bomb; done 2> /dev/null"])
+        time.sleep(0.5)
+        box.kill_all()
+        assert bomb.wait(10) == 137
         assert box.run(["bash", "-c", "true | true; echo recovered"]).stdout == b"recovered\n"
 
 
@@ -156,7 +181,7 @@ import json, os, sys, time, types
 package = types.ModuleType("t1_env")
 package.__path__ = [sys.argv[1]]
 sys.modules["t1_env"] = package
-from t1_env.sandbox.base import SandboxSpec
+from t1_env.sandbox.base import KillsAll, SandboxSpec
 from t1_env.sandbox.local import LocalSandbox, unavailable_reason
 assert os.getuid() != 0
 reason = unavailable_reason()
