@@ -158,11 +158,35 @@ def remove_stale_cgroups() -> None:
         for name in names:
             pid, start_time = name.removeprefix(_name_prefix()).split("-")[:2]
             if start_time != _start_time(int(pid)):
-                directory = os.path.join(parent, name)
-                for line in _read_or_empty(os.path.join(directory, "cgroup.procs")).split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(line), signal.SIGKILL)
-                _rmdir(directory)
+                _empty_and_remove(os.path.join(parent, name), timeout_s=0.0)
+
+
+def remove_cgroup(name: str) -> None:
+    """Remove what a keeper left of its sandbox because it was killed itself: nobody else would while the host process lives.
+
+    Args:
+        name: What ``cgroup_name`` returned for that sandbox.
+    """
+    parents_v1, parents_v2 = _parents()
+    for parent in {*parents_v1.values(), *parents_v2}:
+        for directory in (os.path.join(parent, name), os.path.join(parent, f"{name}-clone")):
+            if os.path.isdir(directory):
+                _empty_and_remove(directory, timeout_s=_REMOVE_TIMEOUT_S)
+
+
+def _empty_and_remove(directory: str, *, timeout_s: float) -> None:
+    """Kill what is in a directory and remove it, waiting so long for the processes to be gone."""
+    # Version 1 does not let a frozen process die, and with it hangs the end of its pid namespace.
+    _try_write(f"{directory}/freezer.state", "THAWED")
+    _try_write(f"{directory}/cgroup.freeze", "0")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for line in _read_or_empty(f"{directory}/cgroup.procs").split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line), signal.SIGKILL)
+        if _rmdir(directory) or time.monotonic() >= deadline:
+            return
+        time.sleep(0.001)
 
 
 def _name_prefix() -> str:

@@ -17,7 +17,7 @@ from typing import Final
 from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox import launcher, wire
 from t1_env.sandbox.base import SandboxSpec
-from t1_env.sandbox.limits import cgroup_name
+from t1_env.sandbox.limits import cgroup_name, remove_cgroup
 
 _CLOSE_TIMEOUT_S: Final = 5.0
 _ERRNOS_OF_REFUSAL: Final = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOSPC, errno.ENODEV, errno.EUSERS})
@@ -27,7 +27,8 @@ _serial: Final = itertools.count()
 class Link:
     """The descriptors that tie a host process to one running sandbox, and who may use them when."""
 
-    def __init__(self, keeper: socket.socket, init: socket.socket, keeper_pidfd: int) -> None:
+    def __init__(self, name: str, keeper: socket.socket, init: socket.socket, keeper_pidfd: int) -> None:
+        self._name = name
         self._owner = os.getpid()
         self._keeper = keeper
         self._init = init
@@ -73,6 +74,7 @@ class Link:
             ours.settimeout(None)
         except (wire.Disconnected, TimeoutError) as error:
             ours.close()
+            remove_cgroup(name)
             raise SandboxError("the sandbox's keeper ended while starting; is the machine out of memory or processes?") from error
         except BaseException:
             ours.close()
@@ -82,7 +84,7 @@ class Link:
             if reply.get("errno") in _ERRNOS_OF_REFUSAL:
                 raise SandboxUnavailable(launcher.explain_refusal(reply["error"], reply["errno"]))
             raise SandboxError(f"the sandbox could not be started: {reply['error']}")
-        link = cls(ours, socket.socket(fileno=fds[0]), fds[1])
+        link = cls(name, ours, socket.socket(fileno=fds[0]), fds[1])
         weakref.finalize(owner, link.close)  # also runs at interpreter exit
         return link, frozenset(reply["capabilities"])
 
@@ -135,6 +137,7 @@ class Link:
             if not poller.poll(_CLOSE_TIMEOUT_S * 1000):
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(self._keeper_pidfd, signal.SIGKILL)
+            remove_cgroup(self._name)
             with self._keeper_lock, self._init_lock:
                 self._release()
 

@@ -1,0 +1,422 @@
+"""Episodes in which something is killed at a random moment: each ends with a typed reason, none hangs, and nothing is left afterwards.
+
+``T1_FAULT_EPISODES`` sets how many are played over all backends (a seeded 150 by default; `tox run -e faults` plays 1,000) and
+``T1_FAULT_SEED`` another seed. What happened is printed as a table (``pytest -s``), and written as JSON to the path in ``T1_FAULT_REPORT``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+
+from t1_env import Command, EndReason, Keys, Submit
+from t1_env.errors import T1Error
+from t1_env.sandbox.local import unavailable_reason
+from t1_env.timing import Stopwatch
+
+EPISODES = int(os.environ.get("T1_FAULT_EPISODES", "150"))
+SEED = int(os.environ.get("T1_FAULT_SEED", "20260901"))
+SHARES = {"local": 0.7, "docker": 0.15, "ssh": 0.15}
+WATCHDOG_S = 240.0  # an episode takes well under a second; this many is a hang even on a machine that does ten other things
+SETTLE_S = 60.0
+MAX_TURNS = 7
+PHASES = ("sandbox", "verify", "shell", "fingerprint", "command", "verbatim")
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+# --- what is played ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task whose verifiers take long enough to be hit, and whose environment needs no image."""
+    root = tmp_path_factory.mktemp("faults") / "task"
+    (root / "tests").mkdir(parents=True)
+    (root / "environment").mkdir()
+    (root / "task.toml").write_text(
+        'schema_version = "1.4"\n[task]\nname = "t1/faults"\n'
+        '[environment]\nnetwork_mode = "no-network"\nmemory_mb = 512\nworkdir = "/app"\n'
+    )
+    (root / "environment" / "Dockerfile").write_text("FROM debian:bookworm-slim\nWORKDIR /app\n")
+    (root / "instruction.md").write_text("Write a file.\n")
+    (root / "tests" / "test_outputs.py").write_text(
+        "import time\nfrom pathlib import Path\n\n\n"
+        "def test_a() -> None:\n    time.sleep(0.02)\n    assert Path('/app/a').is_file()\n\n\n"
+        "def test_b() -> None:\n    assert Path('/app/b').is_file()\n"
+    )
+    (root / "tests" / "test.sh").write_text("mkdir -p /logs/verifier; test -f /app/a; echo $((! $?)) > /logs/verifier/reward.txt\n")
+    return root
+
+
+def actions(rng: random.Random) -> Iterator[Any]:
+    """What an agent does in one episode; some of it is a mess of its own making."""
+    some: list[Any] = [
+        "echo hi > a",
+        "echo hi > b",
+        "cd /tmp && ls -l / | head -5",
+        "seq 1 20000",
+        Command("sleep 5", timeout_s=0.05),
+        Command("trap '' INT TERM; sleep 5", timeout_s=0.05),
+        "sleep 0.05",
+        "sleep 100 &",
+        "kill -9 $$",
+        "exit 3",
+        "cat > c",
+        Keys("C-c", wait_s=0.1),
+        Keys("C-d", wait_s=0.1),
+        "head -c 3000000 /dev/zero > d",
+    ]
+    for _ in range(rng.randint(1, MAX_TURNS - 1)):
+        yield rng.choice(some)
+    if rng.random() < 0.7:
+        yield Submit()
+    while True:
+        yield "true"
+
+
+# --- what is killed ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When to strike: this long after the n-th beginning of a phase of the episode; and at what."""
+
+    phase: str
+    occurrence: int
+    delay_s: float
+    victim: str
+
+
+class PhaseWatch(Stopwatch):
+    """A stopwatch that tells when a phase begins, so that a kill can be aimed at a reset, a command, a verification ..."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.on_phase: Callable[[str], None] = lambda phase: None
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.on_phase(name)
+        with super().phase(name):
+            yield
+
+
+class Backend:
+    """Where the episodes run, what can be killed there, and what would be left behind."""
+
+    name = ""
+    victims: Sequence[str] = ()
+    workers = 1
+
+    def env(self, task: Path) -> gym.Env[Any, Any]:
+        """An environment on this backend."""
+        return gym.make(
+            "T1Terminal-v0", task=str(task), sandbox=self.name, max_turns=MAX_TURNS, step_timeout_s=20, disable_env_checker=True
+        )
+
+    def strike(self, victim: str, rng: random.Random) -> bool:
+        """Kill one; False if there is none right now."""
+        found = [process for process in descendants() if self.is_victim(process, victim)]
+        if not found:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rng.choice(found).pid, signal.SIGKILL)
+            return True
+        return False
+
+    def is_victim(self, process: Process, victim: str) -> bool:
+        """Whether a process below this one counts as such a victim."""
+        raise NotImplementedError
+
+    def leftovers(self) -> Counter[str]:
+        """What exists outside this process's own descendants, by kind."""
+        return Counter()
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process below this one."""
+
+    pid: int
+    parent: int
+    name: str
+    state: str
+
+
+class Local(Backend):
+    """Namespaces of this machine."""
+
+    name = "local"
+    victims = ("shell", "t1-init", "t1-keeper", "t1-verifier", "t1-zygote", "anything")
+    workers = 3
+
+    def is_victim(self, process: Process, victim: str) -> bool:
+        ours = process.name.startswith("t1-")
+        return {"shell": process.name == "bash", "anything": process.name != "t1-zygote"}.get(victim, ours and process.name == victim)
+
+    def leftovers(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            left, _, right = line.partition(" - ")
+            if right.split()[0] in ("cgroup", "cgroup2"):
+                for directory in Path(left.split()[4]).rglob("t1-*"):
+                    found[f"cgroup {'clone' if directory.name.endswith('-clone') else 'sandbox'}"] += f"-{os.getpid()}-" in directory.name
+        return +found
+
+
+def descendants() -> list[Process]:
+    """Every process below this one, however deep; orphans are adopted (see ``_adopting``)."""
+    everything: dict[int, list[Process]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                head, _, tail = (entry / "stat").read_text().rpartition(")")
+            except OSError:
+                continue
+            state, parent = tail.split()[:2]
+            everything.setdefault(int(parent), []).append(Process(int(entry.name), int(parent), head.partition("(")[2], state))
+    found, queue = [], [os.getpid()]
+    while queue:
+        below = everything.get(queue.pop(), [])
+        found += below
+        queue += [process.pid for process in below]
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _adopting() -> Iterator[None]:
+    """Processes whose parent is killed become children of this one instead of the machine's first: nothing escapes the count."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    set_child_subreaper = 36
+    assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
+    yield
+    assert libc.prctl(set_child_subreaper, 0, 0, 0, 0) == 0
+
+
+def reap_adopted() -> None:
+    """Wait for orphans that ended; the machine's first process would."""
+    for process in descendants():
+        if process.state == "Z" and process.parent == os.getpid() and process.name != "t1-zygote":
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+# --- what is there before and after ------------------------------------------------------------------------------------------------------
+
+
+def inventory(backend: Backend) -> dict[str, Counter[str]]:
+    """Everything that episodes could leave behind, by kind, so that two of these can be compared."""
+    gc.collect()
+    reap_adopted()
+    descriptors: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists the directory
+            descriptors[re.sub(r"[0-9]+", "N", str(entry.readlink()))] += 1
+    return {
+        "processes": Counter(process.name for process in descendants()),
+        "threads": Counter(re.sub(r"[0-9]+", "N", thread.name) for thread in threading.enumerate()),
+        "descriptors": descriptors,
+        "mounts": Counter(line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()),
+        "elsewhere": backend.leftovers(),
+    }
+
+
+def settled(backend: Backend, before: dict[str, Counter[str]]) -> dict[str, tuple[Counter[str], Counter[str]]]:
+    """Wait until everything is back to where it was; return what is too many and what is missing, by kind."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        now = inventory(backend)
+        differences = {kind: (now[kind] - before[kind], before[kind] - now[kind]) for kind in before if now[kind] != before[kind]}
+        if not differences or time.monotonic() > deadline:
+            return differences
+        time.sleep(0.1)
+
+
+# --- the campaign ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """How an episode ended."""
+
+    reason: str
+    struck: bool
+    victim: str
+    phase: str
+    message: str = ""
+    trouble: str = ""
+
+
+@dataclass
+class Campaign:
+    """Plays episodes with one kill in each."""
+
+    backend: Backend
+    task: Path
+    outcomes: list[Outcome] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def play(self, numbers: Sequence[int]) -> None:
+        """Play these episodes, in several threads; returns when all have ended, or fails because one hangs."""
+        queue = list(reversed(numbers))
+        beats = {index: time.monotonic() for index in range(self.backend.workers)}
+
+        def work(index: int) -> None:
+            env = self.backend.env(self.task)
+            watch = PhaseWatch()
+            env.unwrapped._watch = watch  # type: ignore[attr-defined]
+            try:
+                while True:
+                    with self._lock:
+                        if not queue:
+                            break
+                        number = queue.pop()
+                        beats[index] = time.monotonic()
+                    outcome = self.episode(env, watch, number)
+                    with self._lock:
+                        self.outcomes.append(outcome)
+            finally:
+                env.close()
+                beats.pop(index)
+
+        threads = [threading.Thread(target=work, args=[index], name=f"faults-{index}", daemon=True) for index in list(beats)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(0.05)
+            oldest = min(list(beats.values()), default=time.monotonic())
+            if time.monotonic() - oldest > WATCHDOG_S:
+                faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+                pytest.fail(f"{self.backend.name}: an episode has been going on for {WATCHDOG_S:.0f} s; the stacks are above")
+
+    def episode(self, env: gym.Env[Any, Any], watch: PhaseWatch, number: int) -> Outcome:
+        """Play one; whatever comes of it is an outcome."""
+        rng = random.Random(f"{SEED}:{self.backend.name}:{number}")
+        phase = rng.choice(PHASES)
+        often = 1 if phase in ("sandbox", "shell", "verbatim") else rng.randint(1, 3)
+        plan = Plan(phase, often, rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.1)]), rng.choice(self.backend.victims))
+        saboteur = Saboteur(self.backend, plan, rng)
+        watch.on_phase = saboteur.notice
+        message = trouble = ""
+        try:
+            reason, message = self._drive(env, rng, number)
+        except T1Error as error:
+            reason, message = f"reset: {type(error).__name__}", str(error)
+        except BaseException as error:  # noqa: BLE001  (any other exception is what this test looks for)
+            reason, trouble = f"UNTYPED {type(error).__name__}", f"{plan}: {error!r}"
+            faulthandler.dump_traceback(sys.__stderr__)
+        finally:
+            watch.on_phase = lambda phase: None
+            saboteur.stop()
+        return Outcome(reason, saboteur.struck, plan.victim, plan.phase, message, trouble)
+
+    def _drive(self, env: gym.Env[Any, Any], rng: random.Random, number: int) -> tuple[str, str]:
+        env.reset(seed=number)
+        for action in actions(rng):
+            _, reward, terminated, truncated, info = env.step(action)
+            if terminated or truncated:
+                reason = EndReason(info["end_reason"])
+                if reason is EndReason.INFRA_FAILURE:
+                    assert reward == 0.0, "an episode that the machinery ended pays nothing"
+                    kind, _, message = info["infra_error"].partition(": ")
+                    return f"{reason.value}: {kind}", message
+                return reason.value, ""
+        raise AssertionError("unreachable: the environment's own budget ends an episode")
+
+
+class Saboteur:
+    """Carries out one plan from a thread of its own."""
+
+    def __init__(self, backend: Backend, plan: Plan, rng: random.Random) -> None:
+        self.struck = False
+        self._backend, self._plan, self._rng = backend, plan, random.Random(rng.random())
+        self._seen = 0
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def notice(self, phase: str) -> None:
+        """Called by the episode when a phase begins."""
+        if phase == self._plan.phase:
+            self._seen += 1
+            if self._seen == self._plan.occurrence and self._thread is None:
+                self._thread = threading.Thread(target=self._act, name="saboteur", daemon=True)
+                self._thread.start()
+
+    def _act(self) -> None:
+        self._over.wait(self._plan.delay_s)
+        deadline = time.monotonic() + 0.5
+        while not self.struck and time.monotonic() < deadline and not self._over.is_set():
+            self.struck = self._backend.strike(self._plan.victim, self._rng)  # a verifier, say, lives for some milliseconds only
+
+    def stop(self) -> None:
+        """The episode is over."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def report(backend: str, outcomes: Sequence[Outcome], seconds: float) -> None:
+    """Print how the episodes ended, and add it to the report file."""
+    by_reason = Counter(outcome.reason for outcome in outcomes)
+    hits = Counter(outcome.victim for outcome in outcomes if outcome.struck)
+    print(f"\n{backend}: {len(outcomes)} episodes, {sum(hits.values())} kills {dict(hits)}, {seconds:.1f} s")
+    for reason, count in sorted(by_reason.items()):
+        print(f"  {count:5d}  {reason}")
+        for message, times in Counter(outcome.message for outcome in outcomes if outcome.reason == reason and outcome.message).most_common(
+            5
+        ):
+            print(f"           {times:5d} x {message[:300]}")
+    if path := os.environ.get("T1_FAULT_REPORT"):
+        file = Path(path)
+        known = json.loads(file.read_text()) if file.exists() else {}
+        known[backend] = {"episodes": len(outcomes), "kills": dict(hits), "reasons": dict(by_reason), "seconds": round(seconds, 1)}
+        file.write_text(json.dumps(known, indent=2) + "\n")
+
+
+def run_campaign(backend: Backend, task: Path) -> None:
+    """Play this backend's share and check what the module's docstring says."""
+    warm = backend.env(task)
+    warm.reset(seed=0)
+    warm.step(Submit())
+    warm.close()
+    before = inventory(backend)
+    campaign = Campaign(backend, task)
+    started = time.monotonic()
+    campaign.play(range(max(1, round(EPISODES * SHARES[backend.name]))))
+    report(backend.name, campaign.outcomes, time.monotonic() - started)
+    assert [outcome.trouble for outcome in campaign.outcomes if outcome.trouble] == []
+    struck = sum(outcome.struck for outcome in campaign.outcomes)
+    assert struck > len(campaign.outcomes) / 3, "the kills mostly missed: this run says nothing"
+    differences = settled(backend, before)
+    assert not differences, f"(too many, missing) compared with the start: {differences}"
+    # And the next episode is as good as any.
+    fresh = backend.env(task)
+    fresh.reset(seed=1)
+    fresh.step("touch a")
+    assert fresh.step("touch b")[4]["end_reason"] == "solved"
+    fresh.close()
+
+
+@pytest.mark.namespaces
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+def test_local_episodes_survive_random_kills(task: Path) -> None:
+    run_campaign(Local(), task)
