@@ -127,7 +127,8 @@ class Sandbox(Protocol):
     isolation: str
     """``"namespaces"``, ``"container"``, ``"remote"`` or ``"none"``."""
     capabilities: frozenset[str]
-    """Of ``{"clone", "fork", "freeze", "memory_limit", "process_limit", "storage_limit", "cpu_limit", "network_off"}``."""
+    """Of ``{"clone", "fork", "freeze", "memory_limit", "process_limit", "storage_limit", "cpu_limit", "network_off",
+    "syscall_filter"}``."""
 
     def start(self) -> None:
         """Create it, with ``SandboxSpec.image`` in it.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from t1_env.sandbox import limits, rootfs, syscalls
+from t1_env.sandbox import limits, rootfs, seccomp, syscalls
 
 if TYPE_CHECKING:
     from _typeshed.importlib import PathEntryFinderProtocol as PathEntryFinder
@@ -146,6 +146,8 @@ def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interp
     limits.prefer_as_victim()
     limits.apply_rlimits(doubled, memory_is_bounded=request.memory_is_bounded)
     syscalls.drop_privileges()
+    if seccomp.available():
+        seccomp.install()
     os.environ.clear()
     os.environ.update(request.env)
     time.tzset()

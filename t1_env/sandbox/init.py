@@ -273,17 +273,18 @@ def _processes() -> list[tuple[int, str, int, int]]:
 
 
 def _kill_session(session: int) -> int:
-    """SIGKILL every process of a session until none is left."""
-    killed = 0
-    for _ in range(100):
-        members = [pid for pid, state, _, sid in _processes() if sid == session and state not in "ZX"]
-        if not members:
-            break
+    """SIGKILL every process of a session until none is left, or as long as it may take (what is frozen dies when it is thawed)."""
+    killed: set[int] = set()
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    while members := [pid for pid, state, _, sid in _processes() if sid == session and state not in "ZX"]:
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                killed += 1
-    return killed
+        killed.update(members)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.0002)
+    return len(killed)
 
 
 def run_init(socks: Sequence[socket.socket], config: InitConfig) -> NoReturn:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from t1_env.sandbox import clone, files, limits, namespaces, rootfs, syscalls, wire
+from t1_env.sandbox import clone, files, limits, namespaces, rootfs, seccomp, syscalls, wire
 from t1_env.sandbox.init import InitConfig, run_init
 
 BASE_ENV: Final[Mapping[str, str]] = {
@@ -113,6 +113,8 @@ class Keeper:
         capabilities = {"clone", "freeze", "storage_limit", "network_off", *self._cgroup.capabilities}
         if not config.privileged:
             capabilities.add("process_limit")  # RLIMIT_NPROC holds for everybody but root
+        if seccomp.available():
+            capabilities.add(seccomp.CAPABILITY)
         pidfd = os.pidfd_open(os.getpid())
         wire.send(self._sock, {"capabilities": sorted(capabilities)}, [host_end.fileno(), pidfd])
         host_end.close()
@@ -163,6 +165,8 @@ class Keeper:
             syscalls.set_hostname(spec["hostname"])
             syscalls.bring_loopback_up()
             syscalls.drop_privileges()
+            if seccomp.available():
+                seccomp.install()
         except OSError as error:
             os.write(report_fd, f"{error.errno or 0} {error.strerror}: {error.filename}".encode())
             os._exit(1)

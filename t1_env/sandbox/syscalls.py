@@ -173,10 +173,10 @@ def open_in_root(root_fd: int, path: str, flags: int, mode: int = 0) -> int:
     return _check(int(result), path)
 
 
-def prctl(option: int, argument: int = 0) -> None:
-    """Set one process attribute that takes an integer."""
+def prctl(option: int, argument: int = 0, second: int = 0) -> None:
+    """Set one process attribute that takes integers (or addresses)."""
     zero = ctypes.c_ulong(0)
-    _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), zero, zero, zero))
+    _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), ctypes.c_ulong(second), zero, zero))
 
 
 def set_process_name(name: str) -> None:

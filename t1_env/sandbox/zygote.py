@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
-from t1_env.sandbox import clone, limits, rootfs, syscalls, wire
+from t1_env.sandbox import clone, limits, rootfs, seccomp, syscalls, wire
 from t1_env.sandbox.keeper import Keeper, KeeperConfig
 
 PRELOADED: Final = (
@@ -100,6 +100,7 @@ class Zygote:
         for name in PRELOADED:
             with contextlib.suppress(ImportError):  # a Python built without it; a verifier that needs it will say so
                 importlib.import_module(name)
+        seccomp.available()  # asked once, here, and the filter is assembled
         gc.collect()
         gc.freeze()  # keeps the forks from touching, and so copying, these objects
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are reaped by the kernel
