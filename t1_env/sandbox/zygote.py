@@ -10,6 +10,7 @@ Run as ``python -I -S -c BOOTSTRAP config`` (see launcher.py), so that neither `
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -131,7 +132,8 @@ class Zygote:
                 _map_all_ids(pid)
                 os.write(mapped_write, b"1")
         except OSError:
-            pass  # the keeper finds its pipe closed and reports that it could not be mapped
+            with contextlib.suppress(OSError):  # the keeper itself was killed
+                os.write(mapped_write, b"0")  # the keeper reports it; an empty pipe would mean that this process was killed
         finally:
             os.close(ready_read)
             os.close(mapped_write)
@@ -145,8 +147,11 @@ class Zygote:
             syscalls.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
             if self._privileged:
                 os.write(ready_write, b"1")
-                if os.read(mapped_read, 1) != b"1":
-                    raise OSError(1, "the user namespace could not be mapped", "/proc/self/uid_map")
+                answer = os.read(mapped_read, 1)
+                if answer == b"":
+                    raise OSError(errno.EPIPE, "the launcher was killed meanwhile", "zygote")  # no refusal: it can be tried again
+                if answer != b"1":
+                    raise OSError(errno.EPERM, "the user namespace could not be mapped", "/proc/self/uid_map")
             else:
                 _map_own_ids(0, 0)
             os.close(ready_write)
