@@ -41,6 +41,8 @@ class ShellConfig:
         quit_grace_s: Time it gets to react to SIGQUIT before SIGKILL.
         kill_grace_s: Time the shell gets to come back after its foreground was killed before it is replaced.
         start_timeout_s: Limit on starting (or replacing) the shell.
+        log_bytes: How much of everything the terminal prints ``Session.log`` keeps: the last so many bytes, in a temporary file that grows
+            as it is needed. 0 keeps nothing.
         keep_ansi: Leave escape sequences and control characters in ``ShellResult.output``; only line ends are normalised.
         env: Variables of the shell on top of the sandbox's.
         cwd: Directory the shell starts in; None for the sandbox's working directory.
@@ -59,6 +61,7 @@ class ShellConfig:
     quit_grace_s: float = 0.5
     kill_grace_s: float = 1.0
     start_timeout_s: float = 20.0
+    log_bytes: int = 256 << 20
     keep_ansi: bool = False
     env: Mapping[str, str] = field(default_factory=lambda: DEFAULT_ENV)
     cwd: str | None = None
@@ -70,6 +73,8 @@ class ShellConfig:
                 raise ConfigError(f"ShellConfig.{name} must be between 1 and 1000, got {value!r}")
         if self.max_output_bytes < 64:
             raise ConfigError(f"ShellConfig.max_output_bytes must be at least 64, got {self.max_output_bytes!r}")
+        if self.log_bytes < 0:
+            raise ConfigError(f"ShellConfig.log_bytes must be a number of bytes >= 0, got {self.log_bytes!r}")
         for name in ("timeout_s", "start_timeout_s", "wait_settle_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -96,6 +101,8 @@ class ShellResult:
         cwd: Working directory of the shell after its last finished command.
         timed_out: Whether the command was ended because it ran out of time.
         seconds: Wall time of the step.
+        log_start: Where the terminal bytes of this step begin in ``Session.log``.
+        log_end: Where they end.
     """
 
     output: str
@@ -106,3 +113,5 @@ class ShellResult:
     cwd: str
     timed_out: bool
     seconds: float
+    log_start: int = 0
+    log_end: int = 0

@@ -15,6 +15,7 @@ from typing import Final
 from t1_env.shell import bash, foreground
 from t1_env.shell.channel import ShellChannel
 from t1_env.shell.config import ShellConfig
+from t1_env.shell.log import OutputLog
 from t1_env.shell.output import HeadTail, TextFilter
 from t1_env.shell.screen import TerminalScreen
 
@@ -80,14 +81,18 @@ class ShellDriver:
         text: Where visible output goes.
         kept: Where the kept part of it is collected.
         screen: The picture of the terminal.
+        log: Everything it prints.
     """
 
-    def __init__(self, channel: ShellChannel, config: ShellConfig, text: TextFilter, kept: HeadTail, screen: TerminalScreen) -> None:
+    def __init__(
+        self, channel: ShellChannel, config: ShellConfig, text: TextFilter, kept: HeadTail, screen: TerminalScreen, log: OutputLog
+    ) -> None:
         self.channel = channel
         self._config = config
         self._text = text
         self._kept = kept
         self._screen = screen
+        self._log = log
         self._reader = bash.RecordReader()
         self._sequence = 0
         self._spare: frozenset[int] = frozenset()
@@ -211,6 +216,7 @@ class ShellDriver:
         if data:
             self._last_output = time.monotonic()
             self._tail = data[-64:] if len(data) >= 64 else (self._tail + data)[-64:]
+            self._log.append(data)
             self._screen.feed(data)
             visible = self._text.feed(data)
             if visible:

@@ -15,10 +15,13 @@ from t1_env.shell.channel import ShellChannel, Spawner
 from t1_env.shell.config import TIMEOUT_EXIT_CODE, ShellConfig, ShellResult
 from t1_env.shell.driver import Outcome, ShellDriver
 from t1_env.shell.keys import encode_keys
+from t1_env.shell.log import OutputLog
 from t1_env.shell.output import HeadTail, TextFilter
 from t1_env.shell.screen import TerminalScreen
 
 _END_NEWS_S: Final = 2.0
+LOG_BLOCK_BYTES: Final = 4 << 20
+"""The most that is asked of ``ShellEngine.log`` at once: an engine at the far end of a connection answers in one message."""
 
 
 class ShellEngine(Protocol):
@@ -62,6 +65,21 @@ class ShellEngine(Protocol):
     def keys(self, text: str, wait_s: float = 1.0) -> ShellResult:
         """Type keys."""
 
+    @property
+    def log_start(self) -> int:
+        """Offset of the first byte of the log that is still kept."""
+
+    @property
+    def log_size(self) -> int:
+        """How many bytes the terminal has printed: the offset of the end of the log."""
+
+    def log(self, offset: int, size: int) -> bytes:
+        """Bytes of the log from an offset on. A session asks for at most ``LOG_BLOCK_BYTES`` at once.
+
+        Raises:
+            ShellError: If some of them are not kept any more.
+        """
+
 
 @runtime_checkable
 class OffersShell(Protocol):
@@ -86,6 +104,8 @@ class BashEngine:
         self._text = TextFilter(keep_ansi=self._config.keep_ansi)
         self._kept = HeadTail(self._config.max_output_bytes)
         self._screen = TerminalScreen(*self._size)
+        self._log = OutputLog(config.log_bytes)
+        self._log_start = 0  # of the step that comes next
         self._driver: ShellDriver | None = None
         self._state = ShellState.SHELL_EXITED
         self._cwd = ""
@@ -101,7 +121,9 @@ class BashEngine:
         """
         if self._driver is not None:
             raise ShellError("the session is already started: close it first")
+        self._log = OutputLog(self._config.log_bytes)
         self._driver = self._open(cwd=self._config.cwd, exports=b"")
+        self._log_start = self._log.size
         self._state = ShellState.IDLE
 
     def close(self) -> None:
@@ -109,6 +131,7 @@ class BashEngine:
         if self._driver is not None:
             self._driver.channel.close()
             self._driver = None
+        self._log.close()
         self._state = ShellState.SHELL_EXITED
 
     # ----------------------------------------------------------------------------------------------------------------------- state
@@ -150,6 +173,24 @@ class BashEngine:
         self._live().channel.resize(rows, cols)
         self._screen.resize(rows, cols)
         self._size = (rows, cols)
+
+    @property
+    def log_start(self) -> int:
+        """Offset of the first byte of the log that is still kept."""
+        return self._log.start
+
+    @property
+    def log_size(self) -> int:
+        """How many bytes the terminal has printed: the offset of the end of the log."""
+        return self._log.size
+
+    def log(self, offset: int, size: int) -> bytes:
+        """Bytes of the log from an offset on; fewer than asked for at its end.
+
+        Raises:
+            ShellError: If some of them are not kept any more.
+        """
+        return self._log.read(offset, size)
 
     # ----------------------------------------------------------------------------------------------------------------------- steps
     def run(self, text: str, timeout_s: float | None = None) -> ShellResult:
@@ -281,7 +322,7 @@ class BashEngine:
         exports = old.exports()
         old.close()
         self._kept.append(visible)
-        output = self._kept.take()
+        output, log_end = self._kept.take(), self._log.size
         self._text = TextFilter(keep_ansi=self._config.keep_ansi)
         self._screen.feed(b"\x1b[?1049l")
         try:
@@ -294,7 +335,8 @@ class BashEngine:
         except SandboxError as error:
             raise ShellError(f"the shell ended and the sandbox could not start a new one: {error}") from error
         self._state = state
-        return ShellResult(*output, exit_code, state, self.cwd, timed_out, time.monotonic() - started)
+        log_start, self._log_start = self._log_start, self._log.size
+        return ShellResult(*output, exit_code, state, self.cwd, timed_out, time.monotonic() - started, log_start, log_end)
 
     def _result(self, started: float, exit_code: int | None, state: ShellState, *, timed_out: bool = False) -> ShellResult:
         self._state = state
@@ -302,12 +344,14 @@ class BashEngine:
             self._text.alternate = False
             self._screen.feed(b"\x1b[?1049l")
         self._kept.append(self._text.flush(final=state is ShellState.IDLE))
-        return ShellResult(*self._kept.take(), exit_code, state, self.cwd, timed_out, time.monotonic() - started)
+        log_start, self._log_start = self._log_start, self._log.size
+        seconds = time.monotonic() - started
+        return ShellResult(*self._kept.take(), exit_code, state, self.cwd, timed_out, seconds, log_start, self._log_start)
 
     def _open(self, cwd: str | None, exports: bytes) -> ShellDriver:
         rows, cols = self._size
         channel = ShellChannel.open(self._sandbox, rows=rows, cols=cols, env=self._config.env, cwd=cwd)
-        driver = ShellDriver(channel, self._config, self._text, self._kept, self._screen)
+        driver = ShellDriver(channel, self._config, self._text, self._kept, self._screen, self._log)
         try:
             self._await_ready(driver)
             channel.save_termios()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from t1_env.protocol import ShellState
 from t1_env.shell.channel import Spawner
 from t1_env.shell.config import ShellConfig, ShellResult
-from t1_env.shell.engine import BashEngine, OffersShell, ShellEngine
+from t1_env.shell.engine import LOG_BLOCK_BYTES, BashEngine, OffersShell, ShellEngine
 
 
 class Session:
@@ -88,6 +88,38 @@ class Session:
     def cursor(self) -> tuple[int, int]:
         """(row, column) of the cursor, from 0."""
         return self._engine.cursor
+
+    @property
+    def log_start(self) -> int:
+        """Offset of the first byte of the log that is still kept; above 0 once the terminal has printed more than ``log_bytes``."""
+        return self._engine.log_start
+
+    @property
+    def log_size(self) -> int:
+        """How many bytes the terminal has printed since ``start``: the offset of the end of the log."""
+        return self._engine.log_size
+
+    def log(self, offset: int = 0, size: int | None = None) -> bytes:
+        """What the terminal printed, byte for byte: escape sequences, echo and line ends as a terminal would get them, nothing left out.
+
+        ``ShellResult.log_start`` and ``log_end`` say where each step lies. The log ends with ``close``.
+
+        Args:
+            offset: Where to begin, counted from the start of the session.
+            size: How many bytes; None for all that follow. Fewer come back at the end.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            ShellError: If some of them are not kept any more (see ``log_start`` and ``ShellConfig.log_bytes``).
+        """
+        left = max(0, self.log_size - offset) if size is None else size
+        parts = []
+        while left > 0 and (part := self._engine.log(offset, min(left, LOG_BLOCK_BYTES))):
+            parts.append(part)
+            offset, left = offset + len(part), left - len(part)
+        return b"".join(parts)
 
     def resize(self, rows: int, cols: int) -> None:
         """Change the size of the terminal, as a window does."""
