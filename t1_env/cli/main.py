@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="let a scripted agent play a task and print the reward of each step")
     run.add_argument("--agent", choices=("oracle", "noop"), default="oracle", help="the task's own solution, or nothing (default: oracle)")
     _add_episode_arguments(run)
+    _add_bench(commands)
     parser.commands = tuple(commands.choices)
     return parser
 
@@ -88,6 +89,42 @@ def _add_tasks(commands: Any) -> None:
     check.add_argument("--slips", action="store_true", help="play each task's slips too: every one must cost a verifier")
     check.add_argument("--sandbox", default="local", help="sandbox backend (default: local)")
     tasks.commands = tuple(actions.choices)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure what sandboxes, shells and steps cost on this machine", description=_BENCH_HELP)
+    bench.add_argument(
+        "--sandbox", action="append", choices=("local", "docker", "ssh"), help="backend to measure, may be repeated (default: local)"
+    )
+    bench.add_argument("--only", action="append", metavar="NAME", help="only benchmarks that match this name or glob, may be repeated")
+    bench.add_argument("--list", action="store_true", help="print the figures and their definitions, and measure nothing")
+    bench.add_argument("--quick", action="store_true", help="a tenth of the samples: a first impression")
+    bench.add_argument(
+        "--repeat", type=_positive_int, default=1, metavar="N", help="run everything N times and pool the samples (default: 1)"
+    )
+    bench.add_argument("--peers", action="store_true", help="also SWE-ReX's local deployment, in turn (python -m pip install swe-rex)")
+    bench.add_argument("--fleet", type=_positive_int, default=64, metavar="N", help="sandboxes that run at the same time (default: 64)")
+    bench.add_argument(
+        "--task",
+        default="seeds/bakery-backup",
+        metavar="TASK",
+        help="task whose environment is built in resets (default: seeds/bakery-backup)",
+    )
+    bench.add_argument("--docker-image", default=None, metavar="NAME", help="image for --sandbox docker (default: $T1_DOCKER_IMAGE)")
+    bench.add_argument(
+        "--ssh-loopback",
+        action="store_true",
+        help="for --sandbox ssh: start a throw-away OpenSSH server on this machine instead of using the configured host",
+    )
+    bench.add_argument("--json", default=None, metavar="FILE", help="write the report as JSON")
+    bench.add_argument(
+        "--out", default=None, metavar="DIR", help="write the report as JSON and Markdown, named by date, into this directory"
+    )
+    bench.add_argument("--strict", action="store_true", help="exit with status 1 if a target is missed")
+
+
+_BENCH_HELP = """Measure this machine: a table of figures, targets, and the floors and peers they were measured with. Floors and peers
+take turns with T1, so ratios hold on a busy machine; absolute figures need a quiet one. docs/benchmarks.md explains each figure."""
 
 
 def _add_episode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +167,10 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         return check_command(
             arguments.ids, jobs=arguments.jobs, instances=arguments.instances, sandbox=arguments.sandbox, slips=arguments.slips
         )
+    if arguments.command == "bench":
+        from t1_env.cli.bench import bench_command
+
+        return bench_command(arguments)
     from t1_env.cli.episodes import EpisodeOptions, play_command, run_command
 
     options = EpisodeOptions(
