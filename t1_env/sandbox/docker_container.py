@@ -1,0 +1,304 @@
+"""One container: how it is confined, how its first process is spoken to, and how it is taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import posixpath
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from t1_env.errors import SandboxError, TransportLost
+from t1_env.sandbox.base import SandboxSpec
+from t1_env.sandbox.docker_daemon import Daemon
+from t1_env.sandbox.docker_stream import AttachStream
+
+MEMORY_HEADROOM_MB: Final = 128
+"""The outpost lives in the container beside the agent; this much memory is for it, on top of the agent's own limit."""
+PROCESS_HEADROOM: Final = 48
+"""The outpost's own threads and helpers, on top of the agent's limit."""
+
+_CAPABILITIES: Final = (
+    # What root of an ordinary image needs to do an administrator's work inside its own container; each is bounded by its namespaces.
+    "AUDIT_WRITE",  # PAM: su, login and sshd end with an error where they cannot log
+    "CHOWN",  # install, tar and package managers give files to their owners
+    "DAC_OVERRIDE",  # root reads and writes what belongs to the image's other users
+    "FOWNER",  # ... and changes its modes and times
+    "FSETID",  # chmod keeps setuid and setgid bits on files of another group
+    "KILL",  # root ends processes of the image's other users
+    "NET_BIND_SERVICE",  # servers on ports below 1024 of the container's own loopback
+    "SETGID",  # su, setpriv and daemons that drop to a group ...
+    "SETUID",  # ... and to a user
+    "SETPCAP",  # daemons that drop capabilities for good
+    "SYS_CHROOT",  # sshd and package managers lock their helpers in
+    # Left out of Docker's own list: MKNOD, NET_RAW, SETFCAP. No task needs them, and each has been part of an escape.
+)
+_MAX_OPEN_FILES: Final = 4096
+_CPU_PERIOD_US: Final = 100_000
+_SHM_MB: Final = 64
+# A loader that obeyed these would run the image's code inside the outpost.
+_LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT")
+_UNSUPPORTED_STORAGE: Final = ("--storage-opt", "storage-opt")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A container to make.
+
+    Args:
+        image: Identity of the image.
+        command: First process and its arguments.
+        spec: Limits, working directory, host name.
+        kind: What it is for (label ``t1.kind``).
+        runtime_volume: Volume that holds the outpost, or None.
+        runtime_root: Where that is mounted, read-only.
+        fresh: Paths that hide whatever the image has there behind an empty volume of the container's own.
+        network_mode: Docker network.
+    """
+
+    image: str
+    command: Sequence[str]
+    spec: SandboxSpec
+    kind: str
+    runtime_volume: str | None = None
+    runtime_root: str = "/.t1"
+    fresh: Sequence[str] = ()
+    network_mode: str = "none"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Container:
+    """A container of this process. Its first process runs once `start` returned.
+
+    Args:
+        daemon: Where.
+        order: What to make.
+
+    Raises:
+        SandboxError: The daemon refused.
+        TransportLost: It does not answer.
+    """
+
+    def __init__(self, daemon: Daemon, order: Order) -> None:
+        self._daemon = daemon
+        self._order = order
+        self.storage_limited = False
+        self.stream: AttachStream | None = None
+        self._removed = False
+        self._owner_pid = os.getpid()
+        self.id = self._create()
+
+    # ------------------------------------------------------------------------------------------------------------------ life cycle
+    def start(self) -> AttachStream:
+        """Attach to the container, then start it, so that nothing of what it says is lost.
+
+        Returns:
+            Its standard streams.
+
+        Raises:
+            SandboxError: The first process cannot be started.
+            TransportLost: The daemon does not answer.
+        """
+        api = self._daemon.api
+        with self._daemon.doing("start a container"):
+            parameters = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+            self.stream = AttachStream(api.attach_socket(self.id, params=parameters), self._say_why_ended)
+            api.start(self.id)
+        return self.stream
+
+    def remove(self) -> None:
+        """End it and remove it with its volumes. Idempotent, never raises."""
+        if self._removed or os.getpid() != self._owner_pid:
+            return
+        self._removed = True
+        if self.stream is not None:
+            self.stream.close()
+        # It may be on its way out by itself (auto-remove); if the daemon is gone, the reaper finds it by its label.
+        with contextlib.suppress(SandboxError), self._daemon.doing("remove a container"):
+            self._daemon.api.remove_container(self.id, force=True, v=True)
+
+    def running(self) -> bool:
+        """Whether its first process runs.
+
+        Raises:
+            TransportLost: The daemon does not answer.
+            SandboxError: It refused.
+        """
+        with self._daemon.doing("look at a container"):
+            try:
+                return bool(self._daemon.api.inspect_container(self.id)["State"]["Running"])
+            except self._daemon.sdk.errors.NotFound:
+                return False
+
+    # ----------------------------------------------------------------------------------------------------------------------- files
+    def put(self, path: str, archive: bytes) -> None:
+        """Unpack a tar archive into the directory ``path``; the container need not run."""
+        with self._daemon.doing(f"put files into {path}", gone=self._gone):
+            self._daemon.api.put_archive(self.id, path, archive)
+
+    def changes(self) -> list[tuple[str, int]]:
+        """Paths that differ from the image, with 0 for changed, 1 for new and 2 for removed."""
+        with self._daemon.doing("list the changes of a container", gone=self._gone):
+            return [(str(entry["Path"]), int(entry["Kind"])) for entry in self._daemon.api.diff(self.id) or ()]
+
+    def layers(self) -> tuple[str, tuple[str, ...]] | None:
+        """Directories of this machine that hold what was written and what lies below, topmost first; None if they are not to be seen."""
+        if not self._daemon.is_local:
+            return None
+        with self._daemon.doing("look at a container", gone=self._gone):
+            driver = self._daemon.api.inspect_container(self.id).get("GraphDriver") or {}
+        data = driver.get("Data") or {}
+        upper, lower = data.get("UpperDir"), data.get("LowerDir")
+        if driver.get("Name") != "overlay2" or not upper or not lower or not os.access(upper, os.R_OK | os.X_OK):
+            return None
+        return str(upper), tuple(str(lower).split(":"))
+
+    # ------------------------------------------------------------------------------------------------------------------ snapshots
+    def commit(self, kind: str) -> str:
+        """Make an image of its files as they stand; its processes stand still meanwhile.
+
+        Returns:
+            The image's identity.
+        """
+        labels = self._daemon.labels(kind)
+        with self._daemon.doing("commit a container", gone=self._gone):
+            return str(self._daemon.api.commit(self.id, conf={"Labels": labels})["Id"])
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Every process in it stands still inside the block."""
+        with self._daemon.doing("pause a container", gone=self._gone):
+            self._daemon.api.pause(self.id)
+        try:
+            yield
+        finally:
+            with self._daemon.doing("let a container go on", gone=self._gone):
+                self._daemon.api.unpause(self.id)
+
+    # ---------------------------------------------------------------------------------------------------------------------- details
+    @property
+    def _gone(self) -> str:
+        return f"the container of the sandbox ({self.id[:12]}) is gone"
+
+    def _say_why_ended(self) -> None:
+        """The stream ended: nothing to add if the container did, too."""
+        if self.running():
+            raise TransportLost("the Docker daemon closed the connection to a container that still runs")
+
+    def _create(self) -> str:
+        daemon, order = self._daemon, self._order
+        limited = order.spec.storage_mb if _may_limit_storage(daemon) else None
+        try:
+            container = self._create_with(limited)
+        except SandboxError as error:
+            if limited is None or not any(word in str(error) for word in _UNSUPPORTED_STORAGE):
+                raise
+            _no_storage_limit.add(daemon.identity)
+            limited = None
+            container = self._create_with(None)
+        self.storage_limited = limited is not None
+        return container
+
+    def _create_with(self, storage_mb: int | None) -> str:
+        daemon, order, spec = self._daemon, self._order, self._order.spec
+        api = daemon.api
+        with daemon.doing(f"create a container of image {order.image}"):
+            created = api.create_container(
+                order.image,
+                entrypoint=list(order.command),
+                command=[],
+                stdin_open=True,  # with StdinOnce, which the SDK adds: the first process's input ends with our connection
+                hostname=spec.hostname,
+                user="0:0",
+                working_dir=spec.workdir,
+                environment=dict.fromkeys(_LOADER_VARIABLES, ""),
+                labels=daemon.labels(order.kind),
+                healthcheck={"test": ["NONE"]},
+                use_config_proxy=False,  # nothing of this host's settings gets into an episode
+                host_config=api.create_host_config(**self._host_config(storage_mb)),
+            )
+        return str(created["Id"])
+
+    def _host_config(self, storage_mb: int | None) -> dict[str, Any]:
+        spec, types = self._order.spec, self._daemon.sdk.types
+        mounts = [types.Mount(path, None, type="volume", no_copy=True) for path in self._order.fresh]
+        if self._order.runtime_volume is not None:
+            mounts.append(types.Mount(self._order.runtime_root, self._order.runtime_volume, type="volume", read_only=True, no_copy=True))
+        memory = None if spec.memory_mb is None else (spec.memory_mb + MEMORY_HEADROOM_MB) << 20
+        ulimits = {"nofile": _MAX_OPEN_FILES, "core": 0, "fsize": spec.storage_mb << 20}
+        options: dict[str, Any] = {
+            "mounts": mounts,
+            "auto_remove": True,
+            "init": False,
+            "log_config": {"Type": "none"},
+            "network_mode": self._order.network_mode,
+            "cap_drop": ["ALL"],
+            "cap_add": list(_CAPABILITIES),
+            "security_opt": ["no-new-privileges"],
+            "pids_limit": spec.max_processes + PROCESS_HEADROOM,
+            "shm_size": min(_SHM_MB, spec.storage_mb) << 20,
+            "ulimits": [types.Ulimit(name=name, soft=limit, hard=limit) for name, limit in ulimits.items()],
+            "runtime": self._daemon.config.runtime,
+        }
+        if memory is not None:
+            options |= {"mem_limit": memory, "memswap_limit": memory}  # equal: no swap
+        if spec.cpus is not None:
+            # A quota, not a number of CPUs: the daemon refuses more of those than it has, and a task may ask for more.
+            options |= {"cpu_period": _CPU_PERIOD_US, "cpu_quota": max(1000, int(spec.cpus * _CPU_PERIOD_US))}
+        if storage_mb is not None:
+            options["storage_opt"] = {"size": f"{storage_mb}m"}
+        return {**options, **self._order.extra}
+
+
+def archive_of(source: Path | bytes, name: str, mode: int | None = None) -> bytes:
+    """A tar archive of one host file, one host directory or bytes, owned by root.
+
+    Args:
+        source: What goes in; a directory with everything below it.
+        name: Its path in the archive.
+        mode: Permission bits of a file; None keeps the file's own (0644 for bytes).
+    """
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        if isinstance(source, bytes):
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(source), 0o644 if mode is None else mode
+            archive.addfile(entry, io.BytesIO(source))
+        else:
+            archive.add(source, name, filter=lambda entry: _owned_by_root(entry, mode))
+    return buffer.getvalue()
+
+
+def split_target(path: str) -> tuple[str, str]:
+    """Directory and name of an absolute path inside a container."""
+    return posixpath.split(posixpath.normpath(path))
+
+
+def _owned_by_root(entry: tarfile.TarInfo, mode: int | None) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = "root"
+    if mode is not None and entry.isfile():
+        entry.mode = mode
+    return entry
+
+
+_no_storage_limit: Final[set[str]] = set()
+
+
+def _may_limit_storage(daemon: Daemon) -> bool:
+    """Whether it is worth asking: only some storage drivers take a size, overlay2 on xfs mounted with project quotas among them."""
+    if daemon.identity in _no_storage_limit:
+        return False
+    status = {str(pair[0]): str(pair[1]) for pair in daemon.info.get("DriverStatus") or ()}
+    driver = daemon.info.get("Driver")
+    return driver in ("btrfs", "zfs", "devicemapper") or (driver == "overlay2" and status.get("Backing Filesystem") == "xfs")
+
+
+def remove_image(daemon: Daemon, image: str) -> None:
+    """Remove an image made by a commit, but not what it was made from. Never raises: the reaper finds what is left by its label."""
+    with contextlib.suppress(SandboxError), daemon.doing("remove an image"):
+        daemon.api.remove_image(image, force=True, noprune=True)

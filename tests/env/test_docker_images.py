@@ -1,0 +1,248 @@
+"""Images of Docker sandboxes: found, pulled, built by the daemon, and what is said when that fails."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from t1_env.errors import ConfigError, ImageBuildError, SandboxUnavailable
+from t1_env.sandbox import docker_images
+from t1_env.sandbox.base import ImageSource
+from t1_env.sandbox.docker_config import BASE_IMAGE_VARIABLE, IMAGE_VARIABLE, DockerConfig
+from t1_env.sandbox.docker_daemon import daemon_for
+from t1_env.sandbox.docker_images import content_digest, find_image, line_of_step, replace_bases
+
+NO_REGISTRY = "127.0.0.1:1"  # nothing listens there, so that no test asks anybody outside this machine
+
+
+# ------------------------------------------------------------------------------------------------------------- without an engine
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("FROM a\nRUN b\nRUN c\n", [1, 2, 3]),
+        ("# comment\n\nFROM a\n# more\nRUN b \\\n  # inside\n\n  && c\nRUN d\n", [3, 5, 9]),
+        ("# escape=`\nFROM a\nRUN b `\n c\nRUN d\\\nRUN e\n", [2, 3, 5, 6]),
+        ("ARG X=1\nFROM a\n", [1, 2]),
+        ("", []),
+    ],
+)
+def test_line_of_step(text, lines):
+    assert [line_of_step(text, step) for step in range(1, len(lines) + 1)] == lines
+    assert line_of_step(text, 0) is None
+    assert line_of_step(text, len(lines) + 1) is None
+
+
+def test_replace_bases_leaves_stages_and_everything_else_alone():
+    text = "ARG V=1\nFROM --platform=linux/amd64 debian:$V AS Build\nRUN echo FROM x\nfrom build as two\nFROM scratch\nFROM ubuntu\n"
+    assert replace_bases(text, "mini") == (
+        "ARG V=1\nFROM --platform=linux/amd64 mini AS Build\nRUN echo FROM x\nfrom build as two\nFROM scratch\nFROM mini\n"
+    )
+
+
+def test_content_digest_follows_contents_modes_and_names_but_not_times(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "file").write_text("one")
+    (tmp_path / "link").symlink_to("sub/file")
+    first = content_digest(tmp_path)
+    (tmp_path / "sub" / "file").write_text("one")
+    assert content_digest(tmp_path) == first
+    seen = {first, content_digest(tmp_path, "extra")}
+    for change in (
+        lambda: (tmp_path / "sub" / "file").write_text("two"),
+        lambda: (tmp_path / "sub" / "file").chmod(0o755),
+        lambda: (tmp_path / "empty").mkdir(),
+        lambda: ((tmp_path / "link").unlink(), (tmp_path / "link").symlink_to("sub")),
+    ):
+        change()
+        seen.add(content_digest(tmp_path))
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pull": "always"},
+        {"max_concurrent_starts": 0},
+        {"start_interval_s": -1.0},
+        {"request_timeout_s": float("nan")},
+        {"labels": {"t1.owner": "me"}},
+    ],
+)
+def test_a_wrong_setting_is_named(wrong):
+    with pytest.raises(ConfigError, match=f"DockerConfig.{next(iter(wrong))}"):
+        DockerConfig(**wrong)
+
+
+@pytest.mark.parametrize("url", ["unix:///no/such/docker.sock", "tcp://127.0.0.1:1", "nonsense"])
+def test_a_daemon_that_does_not_answer_is_unavailable_and_the_message_helps(url):
+    pytest.importorskip("docker")
+    with pytest.raises(SandboxUnavailable) as caught:
+        daemon_for(DockerConfig(base_url=url))
+    assert url in str(caught.value)
+    assert "DOCKER_HOST" in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------- with an engine
+@pytest.fixture
+def daemon(docker_image):
+    return daemon_for(DockerConfig(base_image=docker_image, default_image=docker_image))
+
+
+@pytest.fixture
+def build(daemon, tmp_path):
+    """Build a Dockerfile in a directory of its own; every image is removed afterwards."""
+    built = []
+
+    def run(text, *, timeout_s=120.0, **others):
+        (tmp_path / "Dockerfile").write_text(text)
+        for name, content in others.items():
+            (tmp_path / name).write_text(content)
+        try:
+            image = find_image(daemon, ImageSource(environment_dir=tmp_path, build_timeout_s=timeout_s))
+        except ImageBuildError as error:
+            built.extend(re.findall(r"^ ---> ([0-9a-f]{12})$", str(error), re.MULTILINE)[1:])  # layers of the steps that worked
+            raise
+        built.append(image.id)
+        return image
+
+    yield run
+    for name in dict.fromkeys(reversed(built)):
+        for _ in range(600):  # the container of a build that was cut off takes a moment to go
+            try:
+                daemon.api.remove_image(name, force=True)
+            except daemon.sdk.errors.NotFound:
+                break
+            except daemon.sdk.errors.APIError:
+                time.sleep(0.1)
+
+
+@pytest.mark.docker
+def test_a_dockerfile_is_built_by_the_daemon_and_its_settings_are_known(daemon, build):
+    image = build(
+        "FROM debian:bookworm-slim AS first\nRUN echo made >/made\nFROM first\nWORKDIR /srv\nENV A=1 B='two words'\nCOPY note .\n"
+        "COPY --from=first /made /made\nVOLUME /data\nUSER user\n",
+        note="hello",
+    )
+    assert image.env["A"] == "1"
+    assert image.env["B"] == "two words"
+    assert (image.workdir, image.user, image.volumes) == ("/srv", "user", ("/data",))
+    assert daemon.api.inspect_image(image.id)["Config"]["Labels"]["t1.kind"] == "task-image"
+
+
+@pytest.mark.docker
+def test_an_unchanged_directory_is_built_once_and_a_changed_one_again(daemon, build, tmp_path, monkeypatch):
+    runs = []
+    original = docker_images._Build.run
+    monkeypatch.setattr(docker_images._Build, "run", lambda self: (runs.append(1), original(self))[1])
+    text = f"FROM x\nENV ID={uuid.uuid4().hex}\nCOPY file /file\n"
+    first = build(text, file="one")
+    source = ImageSource(environment_dir=tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        others = list(pool.map(lambda _: find_image(daemon, source), range(8)))
+    assert {image.id for image in others} == {first.id}
+    assert len(runs) == 1
+    changed = build(text, file="two")
+    assert changed.id != first.id
+    daemon.api.remove_image(changed.id, force=True)
+    assert build(text, file="two").id, "an image that somebody removed is built again"
+    assert len(runs) == 3
+
+
+@pytest.mark.docker
+def test_threads_that_want_one_image_cause_one_build(daemon, tmp_path, monkeypatch):
+    (tmp_path / "Dockerfile").write_text(f"FROM x\nENV ID={uuid.uuid4().hex}\n")
+    runs, lock = [], threading.Lock()
+    original = docker_images._Build.run
+
+    def counted(self):
+        with lock:
+            runs.append(1)
+        return original(self)
+
+    monkeypatch.setattr(docker_images._Build, "run", counted)
+    with ThreadPoolExecutor(8) as pool:
+        images = list(pool.map(lambda _: find_image(daemon, ImageSource(environment_dir=tmp_path)), range(8)))
+    daemon.api.remove_image(images[0].id, force=True)
+    assert len({image.id for image in images}) == 1
+    assert len(runs) == 1
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(
+    ("text", "line", "reasons"),
+    [
+        ("FROM x\nRUN true \\\n # comment\n && true\nRUN echo loud; exit 3\n", 5, ["code: 3", "loud"]),
+        ("FROM x\n\nCOPY missing /x\n", 3, ["missing"]),
+        ("FROM x\nNONSENSE\n", 2, ["NONSENSE"]),
+        ("FROM x\nWORKDIR /a\nRUN sleep 1000\n", 3, ["ran out of time (4 s)"]),
+        ("FROM x\nRUN while :; do echo spam; sleep 0.01; done\n", 2, ["ran out of time (4 s)", "spam"]),
+    ],
+)
+def test_a_failed_build_names_the_line_and_the_reason(build, tmp_path, text, line, reasons):
+    with pytest.raises(ImageBuildError) as caught:
+        build(text, timeout_s=4.0 if "out of time" in reasons[0] else 120.0)
+    assert str(caught.value).startswith(f"{tmp_path / 'Dockerfile'}:{line}: ")
+    for reason in reasons:
+        assert reason in str(caught.value)
+
+
+@pytest.mark.docker
+def test_a_build_that_was_cut_off_leaves_no_container(daemon, build):
+    mark = uuid.uuid4().hex
+    with pytest.raises(ImageBuildError, match="ran out of time"):
+        build(f"FROM x\nRUN sleep 1000; echo {mark}\n", timeout_s=4.0)
+    for _ in range(600):
+        left = [entry for entry in daemon.api.containers(all=True) if mark in entry["Command"]]
+        if not left:
+            break
+        threading.Event().wait(0.1)
+    assert not left
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(
+    ("source", "kind", "reason"),
+    [
+        (ImageSource(docker_image=f"{NO_REGISTRY}/no/such:1", build_timeout_s=30), ImageBuildError, "cannot be pulled"),
+        (ImageSource(docker_image="Not A Name"), ImageBuildError, "cannot be the name"),
+        (ImageSource(environment_dir=docker_images.Path("/no/such/directory")), ImageBuildError, "needs a Dockerfile"),
+    ],
+)
+def test_an_image_that_cannot_be_had_says_why(daemon, source, kind, reason):
+    with pytest.raises(kind, match=reason):
+        find_image(daemon, source)
+
+
+@pytest.mark.docker
+def test_pull_never_means_never(docker_image):
+    with pytest.raises(ImageBuildError, match="'never'"):
+        find_image(daemon_for(DockerConfig(pull="never")), ImageSource(docker_image=f"{NO_REGISTRY}/no/such:1"))
+
+
+@pytest.mark.docker
+def test_without_a_source_the_default_image_is_used(docker_image, monkeypatch):
+    monkeypatch.delenv(IMAGE_VARIABLE, raising=False)
+    with pytest.raises(SandboxUnavailable, match=IMAGE_VARIABLE):
+        find_image(daemon_for(DockerConfig()), None)
+    monkeypatch.setenv(IMAGE_VARIABLE, docker_image)
+    from_variable = find_image(daemon_for(DockerConfig()), None)
+    assert from_variable == find_image(daemon_for(DockerConfig(default_image=docker_image)), None)
+    monkeypatch.setenv(IMAGE_VARIABLE, f"{NO_REGISTRY}/no/such:1")
+    with pytest.raises(SandboxUnavailable, match="default image"):
+        find_image(daemon_for(DockerConfig()), None)
+
+
+@pytest.mark.docker
+def test_a_from_means_what_it_says_unless_an_image_stands_in(docker_image, tmp_path, monkeypatch):
+    monkeypatch.delenv(BASE_IMAGE_VARIABLE, raising=False)
+    (tmp_path / "Dockerfile").write_text(f"FROM {NO_REGISTRY}/no/such:1\n")
+    with pytest.raises(ImageBuildError, match=r"Dockerfile:1: "):
+        find_image(daemon_for(DockerConfig()), ImageSource(environment_dir=tmp_path))
+    monkeypatch.setenv(BASE_IMAGE_VARIABLE, docker_image)
+    image = find_image(daemon_for(DockerConfig()), ImageSource(environment_dir=tmp_path))
+    daemon_for(DockerConfig()).api.remove_image(image.id, force=True)
