@@ -76,8 +76,11 @@ def sandbox_factory(sandbox: str | SandboxFactory) -> SandboxFactory:
 
 
 def sandbox_spec(task: Task) -> SandboxSpec:
-    """Return the sandbox a task asks for. The network stays off, and every host directory that holds tasks is hidden."""
-    environment = task.config.environment
+    """Return the sandbox a task asks for. Every host directory that holds tasks is hidden.
+
+    The network stays off unless the task asks for it in so many words (``[agent]`` has the last one, as it is the agent that works there).
+    """
+    environment, agent = task.config.environment, task.config.agent
     return SandboxSpec(
         # Only the build knows what a variable in WORKDIR stands for; until then no directory of that literal name is made.
         workdir="/" if "$" in task.workdir and environment.workdir is None else task.workdir,
@@ -85,6 +88,7 @@ def sandbox_spec(task: Task) -> SandboxSpec:
         memory_mb=environment.memory_limit_mb or DEFAULT_MEMORY_MB,
         storage_mb=min(environment.storage_limit_mb or DEFAULT_STORAGE_MB, MAX_STORAGE_MB),
         cpus=environment.cpus,
+        network=environment.asks_for_network if agent.network_mode is None else agent.network_mode == "public",
         image=ImageSource(task.environment_dir, environment.docker_image, environment.build_timeout_sec),
         hide=_task_directories(task),
     )

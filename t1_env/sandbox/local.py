@@ -15,10 +15,12 @@ from typing import Any, Final
 
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox import checks, launcher, wire
+from t1_env.sandbox.accounts import Account
 from t1_env.sandbox.base import BuiltEnvironment, CloneResult, ExecResult, Sandbox, SandboxProcess, SandboxSpec
 from t1_env.sandbox.images import build_environment
 from t1_env.sandbox.link import Link
 from t1_env.sandbox.process import LocalProcess, drain, host_pid, read_ready
+from t1_env.sandbox.stacking import Stack
 
 _KILL_TIMEOUT_S: Final = 5.0
 
@@ -31,8 +33,8 @@ class LocalSandbox:
     """A private machine for one episode, made of Linux namespaces.
 
     The root is an overlay over an allow-list of the host's system directories (``/usr``, ``/opt``) with a synthetic ``/etc``; the rest is
-    empty, writes go to a size-limited tmpfs, there is no network, and root inside has no rights outside. Works for root and, with one
-    user inside, for ordinary users. docs/design/sandbox.md describes the anatomy and the limits.
+    empty, writes go to a size-limited tmpfs, there is no network (loopback only, also for a task that asks for more: ``"network_off"`` is
+    always among the capabilities), and root inside has no rights outside. Works for root and, with one user inside, for ordinary users. docs/design/sandbox.md describes the anatomy and the limits.
 
     ``spawn`` never raises because a program cannot be executed: as in a shell, the process then ends with status 127 or 126 and says why
     on its standard error.
@@ -49,9 +51,11 @@ class LocalSandbox:
     def __init__(self, spec: SandboxSpec | None = None) -> None:
         self.spec = spec if spec is not None else SandboxSpec()
         checks.check_spec(self.spec)
-        self.capabilities: frozenset[str] = frozenset({"clone", "freeze", "storage_limit", "network_off"})
+        self.capabilities: frozenset[str] = frozenset({"clone", "fork", "freeze", "storage_limit", "network_off"})
         self._link: Link | None = None
         self._built = BuiltEnvironment()
+        self._stack = Stack()
+        self._account: Account | None = None
         self._closed = False
         self._start_lock = threading.Lock()
 
@@ -220,7 +224,11 @@ class LocalSandbox:
 
     def fork(self) -> Sandbox:
         """Return a started sandbox whose filesystem is a copy of this one's as it stands; see ``Sandbox.fork``."""
-        raise SandboxError("the local sandbox cannot be forked in this version")
+        link = self._require_link()
+        fork = LocalSandbox(self.spec)
+        fork._stack, fork._account, fork._built = self._stack, self._account, self._built
+        fork._link, fork.capabilities = Link.open(fork, self.spec, self._stack, copy_of=link)
+        return fork
 
     def kill_all(self) -> None:
         """Kill every process inside and wait until none is left; the sandbox stays. See ``KillsAll``."""
@@ -256,6 +264,7 @@ class LocalSandbox:
             "cwd": cwd,
             "pty": pty_size,
             "fds": list(targets),
+            "account": None if self._account is None else self._account.to_json(),
         }
         reply, received = self._require_link().ask_init(request, list(targets.values()))
         pidfd, status_fd, *pty = received

@@ -152,6 +152,13 @@ class EnvironmentConfig(_NetworkRules):
         return self.network_mode != "no-network" if self.allow_internet is None else self.allow_internet
 
     @property
+    def asks_for_network(self) -> bool:
+        """Whether the task says in so many words that it needs the network; the format's default does not count, nor an allow-list."""
+        if self.allow_internet is not None:
+            return self.allow_internet
+        return "network_mode" in self.model_fields_set and self.network_mode == "public"
+
+    @property
     def memory_limit_mb(self) -> int | None:
         """Memory limit in MiB, from the current or the deprecated key."""
         return self.memory_mb if self.memory_mb is not None else self.memory

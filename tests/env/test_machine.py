@@ -74,6 +74,20 @@ def test_no_directory_is_named_after_a_variable(task: Task) -> None:
     assert sandbox_spec(task).workdir == "/"
 
 
+@pytest.mark.parametrize(
+    ("settings", "network"),
+    [
+        ("", False),
+        ('[environment]\nnetwork_mode = "public"\n', True),
+        ('[agent]\nnetwork_mode = "public"\n', True),
+        ('[agent]\nnetwork_mode = "no-network"\n[environment]\nnetwork_mode = "public"\n', False),
+    ],
+)
+def test_the_network_is_off_unless_the_task_asks_for_it(task: Task, settings: str, network: bool) -> None:
+    (task.path / "task.toml").write_text(settings)
+    assert sandbox_spec(load_task(task.path)).network is network
+
+
 class TestBuilt:
     pytestmark = needs_namespaces
 

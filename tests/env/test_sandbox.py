@@ -179,7 +179,6 @@ def test_bad_arguments_are_refused_and_do_no_harm(shared, call):
 @pytest.mark.parametrize(
     "spec",
     [
-        SandboxSpec(network=True),
         SandboxSpec(workdir="app"),
         SandboxSpec(hostname="bad host"),
         SandboxSpec(storage_mb=0),
@@ -212,6 +211,12 @@ def test_no_host_secrets_in_etc(shared):
     assert {line.split(":")[0] for line in sh(shared, "cat /etc/passwd").splitlines()} >= {"root", "nobody"}
     host_users = {line.split(":")[0] for line in Path("/etc/passwd").read_text().splitlines() if int(line.split(":")[2]) >= 1000}
     assert not ({line.split(":")[0] for line in sh(shared, "cat /etc/passwd").splitlines()} & host_users) - {"nobody"}
+
+
+def test_a_task_that_asks_for_the_network_gets_loopback_and_is_told():
+    with LocalSandbox(SandboxSpec(network=True)) as sandbox:
+        assert "network_off" in sandbox.capabilities
+        assert sandbox.run(["bash", "-c", "echo >/dev/tcp/198.51.100.1/80"]).exit_code == 1
 
 
 def test_no_network_but_loopback(shared):

@@ -103,6 +103,21 @@ def test_defaults_are_those_of_the_format():
     assert metadata.requires == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "asks"),
+    [
+        ("", False),
+        ('[environment]\nnetwork_mode = "public"\n', True),
+        ('[environment]\nnetwork_mode = "no-network"\n', False),
+        ('[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.example"]\n', False),
+        ("[environment]\nallow_internet = true\n", True),
+        ('[environment]\nallow_internet = false\nnetwork_mode = "public"\n', False),
+    ],
+)
+def test_a_task_asks_for_the_network_only_in_so_many_words(text, asks):
+    assert parse_task_toml(text, file=FILE)[0].environment.asks_for_network is asks
+
+
 def test_unknown_keys_warn_with_their_full_names():
     text = 'speed = 1\n[environment]\nflavour = "x"\n[metadata]\nfree = 1\n[metadata.t1]\nlevels = 3\n'
     text += '[[environment.mcp_servers]]\nname = "m"\nport = 1\n'
