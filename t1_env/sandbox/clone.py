@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from t1_env.sandbox import limits, rootfs, seccomp, syscalls
+from t1_env.sandbox import limits, rootfs, seccomp, stacking, syscalls
 
 if TYPE_CHECKING:
     from _typeshed.importlib import PathEntryFinderProtocol as PathEntryFinder
@@ -64,6 +64,7 @@ class CloneRequest:
         env: Complete environment.
         workdir: Working directory, if it exists.
         hostname: Of the sandbox.
+        stack: What the sandbox's root started from.
         limits: Bounds.
         memory_is_bounded: Whether a cgroup bounds memory.
     """
@@ -74,6 +75,7 @@ class CloneRequest:
     env: Mapping[str, str]
     workdir: str
     hostname: str
+    stack: stacking.Stack
     limits: limits.Limits
     memory_is_bounded: bool
 
@@ -127,11 +129,11 @@ def run_clone(request: CloneRequest, template: rootfs.Template, interpreter: Int
 def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interpreter) -> None:
     root = template.clone_root
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
-    rootfs.build_clone_root(template, storage_mb=request.limits.storage_mb)
+    stacking.build_clone_root(template, request.stack, storage_mb=request.limits.storage_mb)
     rootfs.mount_kernel_filesystems(root)
     _mount_library(root, interpreter)
     for target, source in request.mounts.items():
-        _mount_read_only(root, target, source, template)
+        _mount_read_only(root, target, source, request.stack.link_target(template, target.strip("/").partition("/")[0]))
     rootfs.seal_dev(root)
     syscalls.enter_root(root)
     _relocate_interpreter(interpreter)
@@ -169,9 +171,8 @@ def _mount_library(root: str, interpreter: Interpreter) -> None:
             syscalls.mount("t1", root + inside, "tmpfs", flags, "size=4k,mode=755")
 
 
-def _mount_read_only(root: str, target: str, source: str, template: rootfs.Template) -> None:
-    first, _, rest = target.strip("/").partition("/")
-    first = template.links.get(first, first)
+def _mount_read_only(root: str, target: str, source: str, first: str) -> None:
+    rest = target.strip("/").partition("/")[2]
     if not first or first in _FORBIDDEN_TARGETS or ".." in target.split("/"):
         raise ValueError(f"cannot mount at {target!r} in a clone: give an absolute path outside /proc, /dev and /sys")
     point = rootfs.make_mount_point(root, f"{first}/{rest}", directory=os.path.isdir(source))

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from t1_env.sandbox import syscalls
+from t1_env.sandbox.trees import OPAQUE
 
 _RECORD: Final = struct.Struct("=QIIIQqqQQ")
 _COPY_CHUNK_BYTES: Final = 1 << 20
@@ -64,7 +65,11 @@ def open_for_reading(root_fd: int, path: str) -> int:
     return fd
 
 
-def write_file(root_fd: int, dest: str, source_fd: int, mode: int, times_ns: tuple[int, int] | None = None) -> None:
+Owner = tuple[int, int] | None
+"""User and group id to give what is written to; None leaves it to root."""
+
+
+def write_file(root_fd: int, dest: str, source_fd: int, mode: int, times_ns: tuple[int, int] | None = None, *, owner: Owner = None) -> None:
     """Copy an open file to ``dest`` inside ``root_fd``, creating its parents.
 
     Args:
@@ -73,6 +78,7 @@ def write_file(root_fd: int, dest: str, source_fd: int, mode: int, times_ns: tup
         source_fd: Open for reading; copied from its current offset to its end.
         mode: Permission bits of the result.
         times_ns: Access and modification time to give it, or None for now.
+        owner: Whom to give it to.
 
     Raises:
         OSError: The storage is full, or something that is not a regular file stands at ``dest``.
@@ -89,6 +95,8 @@ def write_file(root_fd: int, dest: str, source_fd: int, mode: int, times_ns: tup
         os.ftruncate(fd, 0)
         while os.sendfile(fd, source_fd, None, _COPY_CHUNK_BYTES):  # None: move the offset along
             pass
+        if owner is not None:
+            os.fchown(fd, *owner)
         os.fchmod(fd, mode)
         if times_ns is not None:
             os.utime(fd, ns=times_ns)
@@ -96,8 +104,15 @@ def write_file(root_fd: int, dest: str, source_fd: int, mode: int, times_ns: tup
         os.close(fd)
 
 
-def write_tree(root_fd: int, dest: str, source: str) -> None:
+def write_tree(root_fd: int, dest: str, source: str, *, owner: Owner = None, left_out: frozenset[str] = frozenset()) -> None:
     """Copy the contents of the host directory ``source`` into ``dest``; symlinks are copied as they are, special files refused.
+
+    Args:
+        root_fd: The sandbox's root.
+        dest: Absolute path inside.
+        source: Host directory.
+        owner: Whom to give what is written to.
+        left_out: Host paths that are not copied.
 
     Raises:
         OSError: Reading failed, the storage is full, or a special file was met.
@@ -106,14 +121,18 @@ def write_tree(root_fd: int, dest: str, source: str) -> None:
     with os.scandir(source) as entries:
         children = sorted(entries, key=lambda entry: entry.name)
     for entry in children:
+        if entry.path in left_out:
+            continue
         status = entry.stat(follow_symlinks=False)
         target = f"{dest.rstrip('/')}/{entry.name}"
         if entry.is_symlink():
-            _write_symlink(root_fd, dest, entry.name, os.readlink(entry.path))
+            _write_symlink(root_fd, dest, entry.name, os.readlink(entry.path), owner)
         elif entry.is_dir(follow_symlinks=False):
-            write_tree(root_fd, target, entry.path)
+            write_tree(root_fd, target, entry.path, owner=owner, left_out=left_out)
             fd = syscalls.open_in_root(root_fd, target, os.O_RDONLY | os.O_DIRECTORY)
             try:
+                if owner is not None:
+                    os.fchown(fd, *owner)
                 os.fchmod(fd, stat.S_IMODE(status.st_mode))
                 os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
             finally:
@@ -121,19 +140,22 @@ def write_tree(root_fd: int, dest: str, source: str) -> None:
         elif entry.is_file(follow_symlinks=False):
             source_fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                write_file(root_fd, target, source_fd, stat.S_IMODE(status.st_mode), (status.st_atime_ns, status.st_mtime_ns))
+                times_ns = (status.st_atime_ns, status.st_mtime_ns)
+                write_file(root_fd, target, source_fd, stat.S_IMODE(status.st_mode), times_ns, owner=owner)
             finally:
                 os.close(source_fd)
         else:
             raise OSError(errno.EINVAL, "Not a regular file, directory or symlink", entry.path)
 
 
-def _write_symlink(root_fd: int, directory: str, name: str, target: str) -> None:
+def _write_symlink(root_fd: int, directory: str, name: str, target: str, owner: Owner) -> None:
     parent = syscalls.open_in_root(root_fd, directory, os.O_PATH | os.O_DIRECTORY)
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=parent)
         os.symlink(target, name, dir_fd=parent)
+        if owner is not None:
+            os.chown(name, *owner, dir_fd=parent, follow_symlinks=False)
     finally:
         os.close(parent)
 
@@ -153,16 +175,18 @@ def fingerprint(directories: Iterable[str]) -> str:
         time.sleep(0.0005)
 
 
-def changed_files(written: str, lowers: Iterable[str], prefix: str) -> dict[str, str]:
+def changed_files(written: str, lowers: Iterable[str], prefix: str, *, only: frozenset[str] | None = None) -> dict[str, str]:
     """Files of the lower directories that an overlay's upper directory replaces, changes or takes away.
 
     Args:
         written: The upper directory.
         lowers: The directories below it.
         prefix: Where the overlay is mounted inside the sandbox.
+        only: Top-level names to look at; None for all.
 
     Returns:
-        Path inside the sandbox -> a mark that changes whenever the file changes again. New files and directories are not listed.
+        Path inside the sandbox -> a mark that changes whenever the file changes again. New files and directories are not listed; a
+        directory is listed if it replaces one of a lower directory.
     """
     found: dict[str, str] = {}
     lowers = tuple(lowers)
@@ -176,13 +200,24 @@ def changed_files(written: str, lowers: Iterable[str], prefix: str) -> dict[str,
             continue  # removed while we looked
         for entry in children:
             path = f"{relative}/{entry.name}"
+            if only is not None and not relative and entry.name not in only:
+                continue
             if entry.is_dir(follow_symlinks=False):
                 pending.append(path)
-            elif any(os.path.lexists(f"{lower}{path}") for lower in lowers):
+                if not _is_opaque(entry.path):
+                    continue
+            if any(os.path.lexists(f"{lower}{path}") for lower in lowers):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     found[f"{prefix}{path}"] = f"{status.st_ino}-{status.st_ctime_ns}"
     return found
+
+
+def _is_opaque(directory: str) -> bool:
+    try:
+        return os.getxattr(directory, OPAQUE, follow_symlinks=False) == b"y"
+    except OSError:
+        return False  # no such attribute, which is how most directories are
 
 
 def _scan(directories: Iterable[str]) -> tuple[str, int]:

@@ -221,12 +221,12 @@ def _run_child(request: Mapping[str, Any], fds: Mapping[int, int], slave: int | 
         limits_.join(config.procs_fds)
         _install(fds, slave)
         limits_.apply_rlimits(config.limits, memory_is_bounded=config.memory_is_bounded)
+        env = {**config.env, **_become(request.get("account"), slave), **request["env"]}
         try:
             os.chdir(request["cwd"] or config.workdir)
         except OSError:
             os.chdir("/")
         argv = request["argv"]
-        env = {**config.env, **request["env"]}
         try:
             os.execvpe(argv[0], argv, env)
         except FileNotFoundError:
@@ -238,6 +238,18 @@ def _run_child(request: Mapping[str, Any], fds: Mapping[int, int], slave: int | 
             os.write(2, f"t1: {request['argv'][0]}: {reason}\n".encode("utf-8", "surrogateescape"))
     finally:
         os._exit(code)
+
+
+def _become(account: Mapping[str, Any] | None, slave: int | None) -> dict[str, str]:
+    """Change to the user that the image names; returns the variables that go with that user."""
+    if account is None:
+        return {}
+    if slave is not None:
+        os.fchown(slave, account["uid"], -1)  # a terminal belongs to who is logged in on it
+    os.setgroups(account["groups"])
+    os.setgid(account["gid"])
+    os.setuid(account["uid"])
+    return {"HOME": account["home"], "USER": account["name"], "LOGNAME": account["name"]}
 
 
 def _install(fds: Mapping[int, int], slave: int | None) -> None:

@@ -7,6 +7,8 @@ ends, taking the sandbox with it, when that socket closes, however the host proc
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import select
 import socket
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from t1_env.sandbox import clone, files, limits, namespaces, rootfs, seccomp, syscalls, wire
+from t1_env.sandbox import accounts, archives, clone, files, limits, namespaces, rootfs, seccomp, stacking, syscalls, wire
 from t1_env.sandbox.init import InitConfig, run_init
 
 BASE_ENV: Final[Mapping[str, str]] = {
@@ -48,6 +50,7 @@ class KeeperConfig:
         template: The zygote's mounts.
         interpreter: Host directories that a clone's interpreter needs.
         privileged: Whether the host process is root, so that all of its users exist inside.
+        lender: Where the keeper of the sandbox to be copied hands over its files, for a fork.
     """
 
     name: str
@@ -55,6 +58,12 @@ class KeeperConfig:
     template: rootfs.Template
     interpreter: clone.Interpreter
     privileged: bool
+    lender: socket.socket | None = None
+
+    @property
+    def stack(self) -> stacking.Stack:
+        """What the sandbox's root starts from."""
+        return stacking.Stack.from_json(self.spec["root"])
 
     @property
     def limits(self) -> limits.Limits:
@@ -89,14 +98,12 @@ class Keeper:
         Raises:
             OSError: A mount or a namespace was refused.
         """
-        config, spec = self._config, self._config.spec
+        config = self._config
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
         self._cgroup = limits.create_cgroup(config.name, config.limits)
         if self._cgroup.directories:
             self._clone_cgroup = limits.create_cgroup(f"{config.name}-clone", config.limits, freezer=False)
-        rootfs.build_root(
-            config.template, storage_mb=spec["storage_mb"], workdir=spec["workdir"], hostname=spec["hostname"], hide=spec["hide"]
-        )
+        self._build_root()
         self._root_fd = os.open(config.template.root, os.O_PATH | os.O_DIRECTORY)
         host_end, init_host = socket.socketpair()
         self._init_sock, init_keeper = socket.socketpair()
@@ -110,7 +117,7 @@ class Keeper:
         if report != b"ok":
             code, _, text = report.decode("utf-8", "replace").partition(" ")
             raise OSError(int(code or 0), text or "pid 1 ended at once", "pid 1 of the sandbox")
-        capabilities = {"clone", "freeze", "storage_limit", "network_off", *self._cgroup.capabilities}
+        capabilities = {"clone", "fork", "freeze", "storage_limit", "network_off", *self._cgroup.capabilities}
         if not config.privileged:
             capabilities.add("process_limit")  # RLIMIT_NPROC holds for everybody but root
         if seccomp.available():
@@ -119,6 +126,25 @@ class Keeper:
         wire.send(self._sock, {"capabilities": sorted(capabilities)}, [host_end.fileno(), pidfd])
         host_end.close()
         os.close(pidfd)
+
+    def _build_root(self) -> None:
+        config, spec = self._config, self._config.spec
+        for path in config.stack.locks:
+            # Held until this process ends, and so exactly as long as the sandbox lives.
+            fcntl.flock(os.open(path, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
+        copy_of = None if config.lender is None else stacking.borrow(config.lender)
+        stacking.build_root(
+            config.template,
+            config.stack,
+            storage_mb=spec["storage_mb"],
+            workdir=spec["workdir"],
+            hostname=spec["hostname"],
+            hide=spec["hide"],
+            copy_of=copy_of,
+        )
+        if config.lender is not None and copy_of is not None:
+            os.close(copy_of)
+            stacking.give_back(config.lender)
 
     def serve(self) -> None:
         """Answer requests until the host is gone."""
@@ -129,6 +155,10 @@ class Keeper:
             "generation": self._generation,
             "system_changes": self._system_changes,
             "clone": self._clone,
+            "lend": self._lend,
+            "export": self._export,
+            "unpack": self._unpack,
+            "account": self._account,
         }
         while True:
             request, fds = wire.receive(self._sock)
@@ -187,26 +217,45 @@ class Keeper:
         if mode is None:
             mode = stat.S_IMODE(os.fstat(fds[0]).st_mode)
         times = request["times_ns"]
-        files.write_file(self._root_fd, request["dest"], fds[0], mode, None if times is None else (times[0], times[1]))
+        times_ns = None if times is None else (times[0], times[1])
+        files.write_file(self._root_fd, request["dest"], fds[0], mode, times_ns, owner=_owner(request))
         return {}, []
 
     def _put_tree(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
-        files.write_tree(self._root_fd, request["dest"], request["source"])
+        left_out = frozenset(request.get("left_out", ()))
+        files.write_tree(self._root_fd, request["dest"], request["source"], owner=_owner(request), left_out=left_out)
         return {}, []
 
     def _get(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
         return {}, [files.open_for_reading(self._root_fd, request["path"])]
 
     def _generation(self, _: wire.Message, __: list[int]) -> tuple[wire.Message, list[int]]:
-        store = self._config.template.store
-        return {"generation": files.fingerprint((f"{store}/root", f"{store}/up"))}, []
+        return {"generation": files.fingerprint((f"{self._config.template.store}/up",))}, []
 
     def _system_changes(self, _: wire.Message, __: list[int]) -> tuple[wire.Message, list[int]]:
-        template = self._config.template
-        found: dict[str, str] = {}
-        for layer in template.layers:
-            found |= files.changed_files(f"{template.store}/up/{layer}", rootfs.lowers_of(template, layer), f"/{layer}")
-        return {"files": found}, []
+        return {"files": stacking.system_changes(self._config.template, self._config.stack)}, []
+
+    def _lend(self, _: wire.Message, fds: list[int]) -> tuple[wire.Message, list[int]]:
+        """Let the keeper of a fork copy what was written here, while nothing moves."""
+        with self._frozen(), socket.socket(fileno=os.dup(fds[0])) as borrower:
+            stacking.lend(borrower, f"{self._config.template.store}/up", self._sock)
+        return {}, []
+
+    def _export(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
+        with self._frozen():
+            parts, copied = stacking.export_writes(self._config.template, self._config.stack, request["target"])
+        return {"parts": parts, "entries": copied.entries, "size_bytes": copied.size_bytes, "skipped": copied.skipped}, []
+
+    def _unpack(self, request: wire.Message, fds: list[int]) -> tuple[wire.Message, list[int]]:
+        with open(fds[0], "rb", closefd=False) as stream:
+            unpacked = archives.unpack(stream, self._root_fd, request["dest"], owners=self._config.privileged)
+        return {"entries": unpacked.entries}, []
+
+    def _account(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
+        account = accounts.resolve(self._root_fd, request["user"])
+        if account.uid != 0 and not self._config.privileged:
+            raise OSError(errno.EPERM, "a sandbox that an ordinary user starts has no users but root", request["user"])
+        return {"account": account.to_json()}, []
 
     # ------------------------------------------------------------------------------------------------------------------- clone
     def _clone(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
@@ -226,6 +275,7 @@ class Keeper:
             env=config.env,
             workdir=spec["workdir"],
             hostname=spec["hostname"],
+            stack=config.stack,
             limits=config.limits,
             memory_is_bounded="memory_limit" in self._clone_cgroup.capabilities,
         )
@@ -304,6 +354,11 @@ class Keeper:
         reply, _ = wire.receive(self._init_sock)
         if "error" in reply:
             raise OSError(reply.get("errno") or 0, f"pid 1: {reply['error']}")
+
+
+def _owner(request: wire.Message) -> tuple[int, int] | None:
+    owner = request.get("owner")
+    return None if owner is None else (owner[0], owner[1])
 
 
 def _describe(status: int) -> str:

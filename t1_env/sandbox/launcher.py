@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -54,8 +54,10 @@ class Launcher:
         self._lock = threading.Lock()
         self._zygote: _Zygote | None = None
 
-    def request(self, message: Mapping[str, Any], fd: int) -> None:
-        """Ask the zygote for a keeper that talks on ``fd``; starts the zygote if there is none or it died.
+    def request(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+        """Ask the zygote for a keeper that talks on the first of ``fds`` and is handed the rest.
+
+        Starts the zygote if there is none or it died.
 
         Raises:
             SandboxUnavailable: The zygote cannot set itself up on this machine.
@@ -65,7 +67,7 @@ class Launcher:
                 zygote = self._zygote or self._start()
                 self._zygote = zygote
                 try:
-                    wire.send(zygote.sock, message, [fd])
+                    wire.send(zygote.sock, message, fds)
                 except wire.Disconnected as error:
                     self._discard(zygote)
                     if attempt == 2:

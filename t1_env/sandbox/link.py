@@ -18,6 +18,7 @@ from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox import launcher, wire
 from t1_env.sandbox.base import SandboxSpec
 from t1_env.sandbox.limits import cgroup_name, remove_cgroup
+from t1_env.sandbox.stacking import Stack
 
 _CLOSE_TIMEOUT_S: Final = 5.0
 _ERRNOS_OF_REFUSAL: Final = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOSPC, errno.ENODEV, errno.EUSERS})
@@ -40,12 +41,16 @@ class Link:
         _links.add(self)
 
     @classmethod
-    def open(cls, owner: object, spec: SandboxSpec) -> tuple[Link, frozenset[str]]:
+    def open(
+        cls, owner: object, spec: SandboxSpec, stack: Stack | None = None, *, copy_of: Link | None = None
+    ) -> tuple[Link, frozenset[str]]:
         """Have a keeper forked and wait for its first message.
 
         Args:
             owner: When this object is garbage-collected, or the interpreter exits, the sandbox is closed.
             spec: What to build.
+            stack: What its root starts from; default the host's system directories.
+            copy_of: Another sandbox, on the same stack, whose writes it starts with.
 
         Returns:
             The link and the sandbox's capabilities.
@@ -56,6 +61,7 @@ class Link:
         """
         ours, theirs = socket.socketpair()
         fields = {
+            "root": (stack if stack is not None else Stack()).to_json(),
             "workdir": spec.workdir,
             "env": dict(spec.env),
             "hostname": spec.hostname,
@@ -67,8 +73,17 @@ class Link:
         }
         name = cgroup_name(os.getpid(), next(_serial))
         try:
-            with theirs:
-                launcher.LAUNCHER.request({"op": "start", "name": name, "spec": fields}, theirs.fileno())
+            with theirs, contextlib.ExitStack() as lending:
+                handed = [theirs.fileno()]
+                if copy_of is not None:
+                    lender, borrower = socket.socketpair()
+                    lending.callback(lender.close)
+                    lending.callback(borrower.close)
+                    handed.append(borrower.fileno())
+                launcher.LAUNCHER.request({"op": "start", "name": name, "spec": fields}, handed)
+                if copy_of is not None:
+                    borrower.close()  # the new keeper's is the only one left: its end is noticed
+                    copy_of._lend(lender)
             ours.settimeout(launcher.START_TIMEOUT_S)
             reply, fds = wire.receive(ours)
             ours.settimeout(None)
@@ -104,6 +119,12 @@ class Link:
     def ask_keeper(self, request: wire.Message, fds: Sequence[int] = ()) -> tuple[wire.Message, list[int]]:
         """Send a request to the keeper and return its reply, which may be an error, and descriptors."""
         return self._ask(self._keeper, self._keeper_lock, request, fds)
+
+    def _lend(self, lender: socket.socket) -> None:
+        """Have this sandbox stand still while the keeper at the other end of ``lender`` copies its files."""
+        reply, _ = self.ask_keeper({"op": "lend"}, [lender.fileno()])
+        if "error" in reply:
+            raise SandboxError(f"the sandbox could not be held still to be copied: {reply['error']}")
 
     def ask_init(self, request: wire.Message, fds: Sequence[int] = ()) -> tuple[wire.Message, list[int]]:
         """Send a request to pid 1 and return its reply and descriptors; raises ``SandboxError`` when it could not be done."""

@@ -1,7 +1,7 @@
 """How a sandbox's root is put together, from the zygote's template to the mount points of one sandbox or clone.
 
 The zygote makes one read-only template in a mount namespace of its own (``prepare_template``). A keeper stacks one sandbox's writable
-layers on it (``build_root``); a verification clone stacks once more on those (``build_clone_root``). See docs/design/sandbox.md.
+layers on it, and a verification clone stacks once more on those (stacking.py). See docs/design/sandbox.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from t1_env.sandbox import files, syscalls
+from t1_env.sandbox import syscalls
 from t1_env.sandbox.etc import build_etc
 
 SYSTEM_DIRS: Final = ("usr", "opt")
@@ -124,68 +124,6 @@ def prepare_template() -> Template:
     return Template(base=base, layers=(*layers, "etc"), links=links)
 
 
-def build_root(template: Template, *, storage_mb: int, workdir: str, hostname: str, hide: Iterable[str]) -> None:
-    """Assemble the sandbox's root at ``template.root``; the caller is in the sandbox's own user and mount namespaces.
-
-    Args:
-        template: The zygote's template.
-        storage_mb: Size in MiB of everything that the sandbox can write.
-        workdir: Absolute path created inside.
-        hostname: Written to /etc/hostname and /etc/hosts.
-        hide: Host paths that must not exist inside.
-    """
-    store = template.store
-    inodes = max(storage_mb * 1024, 65536)
-    syscalls.mount("t1", store, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, f"size={storage_mb}m,nr_inodes={inodes},mode=755")
-    for name in ("root", "up", "work", "mask"):
-        os.mkdir(f"{store}/{name}", 0o755)
-    for layer in template.layers:
-        for kind in ("up", "work"):
-            os.mkdir(f"{store}/{kind}/{layer}", 0o755)
-    _make_skeleton(f"{store}/root", template)
-    _make_masks(template, hide)
-    for name, text in (
-        ("hostname", f"{hostname}\n"),
-        ("hosts", f"127.0.0.1\tlocalhost {hostname}\n::1\tlocalhost ip6-localhost\n"),
-    ):
-        with open(f"{store}/up/etc/{name}", "w", encoding="utf-8") as stream:
-            stream.write(text)
-    syscalls.mount(f"{store}/root", template.root, None, syscalls.MS_BIND)
-    for layer in template.layers:
-        _overlay(f"{template.root}/{layer}", lowers_of(template, layer), f"{store}/up/{layer}", f"{store}/work/{layer}")
-    root_fd = os.open(template.root, os.O_PATH | os.O_DIRECTORY)
-    try:
-        files.make_directories(root_fd, workdir)
-    finally:
-        os.close(root_fd)
-
-
-def lowers_of(template: Template, layer: str) -> tuple[str, ...]:
-    """The read-only directories under a sandbox's own writes to ``layer``, topmost first."""
-    if os.path.isdir(f"{template.store}/empty/{layer}"):
-        return (f"{template.store}/empty/{layer}",)
-    mask = f"{template.store}/mask/{layer}"
-    return (mask, template.lower(layer)) if os.path.isdir(mask) else (template.lower(layer),)
-
-
-def build_clone_root(template: Template, *, storage_mb: int) -> None:
-    """Stack a throw-away writable layer on everything the (frozen) sandbox wrote, at ``template.clone_root``.
-
-    The cost does not depend on how much that is: only directories are stacked, nothing is copied.
-    """
-    store, upper = template.store, template.clone_store
-    syscalls.mount("t1", upper, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, f"size={storage_mb}m,mode=755")
-    for layer in ("root", *template.layers):
-        os.makedirs(f"{upper}/up/{layer}", 0o755)
-        os.makedirs(f"{upper}/work/{layer}", 0o755)
-    for layer, seen in (("root", f"{store}/root"), *((layer, f"{store}/up/{layer}") for layer in template.layers)):
-        _copy_attributes(seen, f"{upper}/up/{layer}")
-    _overlay(template.clone_root, (f"{store}/root",), f"{upper}/up/root", f"{upper}/work/root")
-    for layer in template.layers:
-        lowers = (f"{store}/up/{layer}", *lowers_of(template, layer))
-        _overlay(f"{template.clone_root}/{layer}", lowers, f"{upper}/up/{layer}", f"{upper}/work/{layer}")
-
-
 def mount_kernel_filesystems(root: str) -> None:
     """Mount /proc and /dev under ``root``; the caller is in the new pid and mount namespaces.
 
@@ -247,20 +185,8 @@ def make_mount_point(root: str, path: str, *, directory: bool = True) -> str:
     return current
 
 
-def _overlay(target: str, lowers: tuple[str, ...], upper: str, work: str) -> None:
-    data = f"lowerdir={':'.join(lowers)},upperdir={upper},workdir={work},userxattr"
-    syscalls.mount("t1", target, "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, data)
-
-
-def _copy_attributes(source: str, target: str) -> None:
-    """The attributes of a merged directory are those of its topmost layer."""
-    status = os.stat(source)
-    os.chown(target, status.st_uid, status.st_gid)
-    os.chmod(target, stat.S_IMODE(status.st_mode))
-    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def _make_skeleton(root: str, template: Template) -> None:
+def make_skeleton(root: str, template: Template) -> None:
+    """Fill the empty directory ``root`` with the directories and links that every sandbox over the host's system starts with."""
     for name, mode in _SKELETON.items():
         os.mkdir(f"{root}/{name}", mode)
         os.chmod(f"{root}/{name}", mode)  # mkdir ignores the sticky bit
@@ -270,7 +196,7 @@ def _make_skeleton(root: str, template: Template) -> None:
         os.symlink(target, f"{root}/{name}")
 
 
-def _make_masks(template: Template, hide: Iterable[str]) -> None:
+def make_masks(template: Template, hide: Iterable[str]) -> None:
     """Put a whiteout over every hidden path, in a layer of its own between the host's directory and the sandbox's writes.
 
     No process in the sandbox can take a whiteout away from a lower layer, so a hidden path does not exist there, nor in a clone.

@@ -115,16 +115,16 @@ class Zygote:
                 with contextlib.suppress(Exception):
                     clone.import_warm(request["module"])
             elif request["op"] == "start":
-                self._fork_keeper(request, fds[0])
+                self._fork_keeper(request, fds)
             wire.close_all(fds)
 
-    def _fork_keeper(self, request: wire.Message, fd: int) -> None:
+    def _fork_keeper(self, request: wire.Message, fds: list[int]) -> None:
         ready_read, ready_write = os.pipe()
         mapped_read, mapped_write = os.pipe()
         pid = os.fork()
         if pid == 0:
-            syscalls.close_all_except([fd, ready_write, mapped_read])
-            self._run_keeper(request, fd, ready_write, mapped_read)
+            syscalls.close_all_except([*fds, ready_write, mapped_read])
+            self._run_keeper(request, fds, ready_write, mapped_read)
         os.close(ready_write)
         os.close(mapped_read)
         try:
@@ -138,9 +138,9 @@ class Zygote:
             os.close(ready_read)
             os.close(mapped_write)
 
-    def _run_keeper(self, request: wire.Message, fd: int, ready_write: int, mapped_read: int) -> NoReturn:
+    def _run_keeper(self, request: wire.Message, fds: list[int], ready_write: int, mapped_read: int) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        sock = socket.socket(fileno=fd)
+        sock, *lender = [socket.socket(fileno=fd) for fd in fds]
         keeper = None
         try:
             syscalls.set_process_name("t1-keeper")
@@ -157,7 +157,8 @@ class Zygote:
             os.close(ready_write)
             os.close(mapped_read)
             _forbid_nested_namespaces()
-            keeper = Keeper(sock, KeeperConfig(request["name"], request["spec"], self._template, self._interpreter, self._privileged))
+            config = KeeperConfig(request["name"], request["spec"], self._template, self._interpreter, self._privileged, *lender)
+            keeper = Keeper(sock, config)
             keeper.start()
             keeper.serve()
         except wire.Disconnected:
