@@ -1,0 +1,193 @@
+"""The far side's program: an outpost on its standard input and output, or behind a socket that outlives its connection.
+
+Usage: ``boot.py native|namespaces|auto [--lease-s S] [--listen SOCKET [--grace-s S]]`` or ``boot.py --attach SOCKET``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from t1_env.sandbox import syscalls
+from t1_env.sandbox.base import SandboxSpec
+from t1_env.sandbox.outpost import spawner
+from t1_env.sandbox.outpost.children import Reaper, kill_descendants
+from t1_env.sandbox.outpost.conversation import Conversation
+from t1_env.sandbox.outpost.native import NativeSandbox
+from t1_env.sandbox.outpost.service import MODES, Service
+
+DEFAULT_LEASE_S: Final = 900.0
+DEFAULT_GRACE_S: Final = 120.0
+_PID_OF_INIT: Final = 1
+_COPY_BYTES: Final = 1 << 18
+_BACKLOG: Final = 4
+
+
+def main(arguments: Sequence[str], command: Sequence[str]) -> NoReturn:
+    """Be an outpost; never returns.
+
+    Args:
+        arguments: The command line, without the program.
+        command: What starts this very program again, to which arguments are appended.
+    """
+    options = _parse(arguments)
+    if options.spawner is not None:
+        spawner.serve(socket.socket(fileno=options.spawner))
+    if options.attach is not None:
+        _attach(options.attach)
+    stream: tuple[int, int] | None = None
+    listener = None
+    if options.listen is not None:
+        listener = _listen(options.listen)
+        if os.fork() != 0:
+            listener.close()
+            _attach(options.listen)
+        os.setsid()
+    else:
+        stream = _take_standard_streams()
+    _serve(options, list(command), stream, listener)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="t1-outpost", description="T1's server beside a sandbox; started by T1 itself.")
+    parser.add_argument("mode", nargs="?", choices=MODES, default="native")
+    parser.add_argument("--lease-s", type=float, default=DEFAULT_LEASE_S)
+    parser.add_argument("--grace-s", type=float, default=DEFAULT_GRACE_S)
+    parser.add_argument("--listen", metavar="SOCKET")
+    parser.add_argument("--attach", metavar="SOCKET")
+    parser.add_argument("--spawner", metavar="FD", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(list(arguments))
+
+
+def _serve(options: argparse.Namespace, command: list[str], stream: tuple[int, int] | None, listener: socket.socket | None) -> NoReturn:
+    _ignore_signals(detached=listener is not None)
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # neither its memory nor its descriptors are for the agent
+    helper = _Helper(command) if options.mode != "namespaces" else None
+    gc.collect()
+    gc.freeze()
+    service = Service(options.mode, lambda spec: _make_native(spec, helper))
+    conversation = Conversation(service, options.mode, options.lease_s, options.grace_s, listener)
+    if listener is not None:
+        _leave_standard_streams()
+    reason = conversation.hold(stream)
+    if listener is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(options.listen)
+        listener.close()
+    service.close()
+    conversation.say_goodbye(reason)
+    os._exit(0)
+
+
+class _Helper:
+    """The spawner's process. The first is forked while there are no threads yet, later ones are started anew."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            os.setsid()
+            _leave_standard_streams()
+            spawner.serve(theirs)
+        theirs.close()
+        self.sock: socket.socket | None = ours
+
+    def restart(self) -> socket.socket:
+        """Start another spawner; returns its socket."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [*self._command, "--spawner", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                start_new_session=True,
+            )
+        self.pid = process.pid
+        process.returncode = 0  # the reaper waits for it
+        return ours
+
+
+def _make_native(spec: SandboxSpec, helper: _Helper | None) -> NativeSandbox:
+    assert helper is not None
+    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+    sock, helper.sock = helper.sock, None
+    make_room = lambda: kill_descendants([helper.pid])  # noqa: E731
+    return NativeSandbox(spec, spawner.Spawner(sock, Reaper(), helper.restart, make_room), lambda: [helper.pid])
+
+
+def _ignore_signals(*, detached: bool) -> None:
+    """A first process that ignored nothing would be safe from the kernel's default actions only; Python's own handlers are not defaults."""
+    ignored = [signal.SIGINT, signal.SIGPIPE, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU]
+    if os.getpid() == _PID_OF_INIT:
+        ignored += [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM]
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
+# --------------------------------------------------------------------------------------------------------------------------- streams
+def _take_standard_streams() -> tuple[int, int]:
+    """Move standard input and output away, so that nothing printed by mistake gets between the frames."""
+    stream = (os.dup(0), os.dup(1))
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in (0, 1):
+        os.dup2(null, number)
+    os.close(null)
+    return stream
+
+
+def _leave_standard_streams() -> None:
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    os.close(null)
+
+
+def _listen(path: str) -> socket.socket:
+    """A socket that only this user can connect to."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(before)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _attach(path: str) -> NoReturn:
+    """Be a pipe between the standard streams and an outpost's socket; ends when either side does."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(path)
+    except OSError as error:
+        sys.stderr.write(f"t1-outpost: nothing listens at {path}: {error.strerror}\n")
+        sys.stderr.flush()
+        os._exit(1)
+    ways = {0: sock.fileno(), sock.fileno(): 1}
+    poller = select.poll()
+    for fd in ways:
+        poller.register(fd, select.POLLIN)
+    with contextlib.suppress(OSError):
+        while True:
+            for fd, _ in poller.poll():
+                data = os.read(fd, _COPY_BYTES)
+                if not data:
+                    os._exit(0)
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(ways[fd], view) :]
+    os._exit(0)
