@@ -22,6 +22,7 @@ from t1_env.sandbox.trees import OPAQUE
 
 _RECORD: Final = struct.Struct("=QIIIQqqQQ")
 _COPY_CHUNK_BYTES: Final = 1 << 20
+_LONG_PATH: Final = 3500  # with one more name of 255 bytes still shorter than the 4096 that a path may have
 _CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; the clock of file timestamps, not named by the time module
 # From 6.13 the kernel gives a changed file a timestamp later than any that was read before; older ones tick every few milliseconds.
 _FINE_TIMESTAMPS: Final = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit()) >= (6, 13)
@@ -193,6 +194,8 @@ def changed_files(written: str, lowers: Iterable[str], prefix: str, *, only: fro
     pending = [""]
     while pending:
         relative = pending.pop()
+        if len(relative) > _LONG_PATH:
+            continue  # no base system is that deep
         try:
             with os.scandir(f"{written}{relative}") as entries:
                 children = list(entries)
@@ -220,14 +223,29 @@ def _is_opaque(directory: str) -> bool:
         return False  # no such attribute, which is how most directories are
 
 
+class _Anchor:
+    """A directory that lies too deep for its path to be used; what is below is named relative to it while anything refers to it."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self.path = f"/proc/self/fd/{self._fd}/."
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+
 def _scan(directories: Iterable[str]) -> tuple[str, int]:
     digest = hashlib.blake2b(digest_size=16)
     newest_ns = 0
-    pending = list(directories)
+    pending: list[tuple[str, _Anchor | None]] = [(directory, None) for directory in directories]
     while pending:
-        directory = pending.pop()
-        digest.update(os.fsencode(directory))
+        directory, anchor = pending.pop()
         try:
+            if len(directory) > _LONG_PATH:
+                anchor = _Anchor(directory)
+                directory = anchor.path
+            # Which directory this is says its inode number, and its parent's listing says where that belongs.
             own = os.lstat(directory)
             digest.update(_RECORD.pack(*_fields(own)))
             newest_ns = max(newest_ns, own.st_ctime_ns)
@@ -244,7 +262,7 @@ def _scan(directories: Iterable[str]) -> tuple[str, int]:
             digest.update(os.fsencode(entry.name))
             digest.update(_RECORD.pack(*_fields(status)))
             if stat.S_ISDIR(status.st_mode):
-                pending.append(entry.path)
+                pending.append((entry.path, anchor))
     return digest.hexdigest(), newest_ns
 
 
