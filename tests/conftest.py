@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import getpass
 import hashlib
 import io
@@ -22,6 +23,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +52,12 @@ def unavailable(what: str, reason: str) -> NoReturn:
 
 
 # --- Docker ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def docker_image_archive() -> bytes:
+    """What ``docker_image`` is made of, for engines other than the machine's own."""
+    return _host_image(python=False)()
 
 
 @pytest.fixture(scope="session")
@@ -105,15 +113,17 @@ def _docker_client() -> Any:
         import docker
     except ImportError:
         unavailable("docker", "the docker SDK is not installed: python -m pip install 't1-terminal[docker]'")
-    try:
-        client = docker.from_env(timeout=120)
-    except docker.errors.DockerException as error:
-        unavailable("docker", f"no Docker engine answers: {error}")
-    try:
-        client.ping()
-    except (docker.errors.DockerException, OSError) as error:
-        client.close()
-        unavailable("docker", f"no Docker engine answers: {error}")
+    reason = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # the SDK forgets to close a socket that could not be connected
+        try:
+            client = docker.from_env(timeout=120)
+            client.ping()
+        except (docker.errors.DockerException, OSError) as error:
+            reason = str(error)
+        gc.collect()
+    if reason:
+        unavailable("docker", f"no Docker engine answers: {reason}")
     return client
 
 
@@ -326,9 +336,8 @@ class SshServerProcess:
         return False
 
 
-@pytest.fixture(scope="session")
-def sshd_process() -> Iterator[SshServerProcess]:
-    """This worker's OpenSSH server as something that a test may kill; it must start it again before it ends."""
+@contextlib.contextmanager
+def _running_sshd() -> Iterator[SshServerProcess]:
     if find_sshd() is None or shutil.which("ssh-keygen") is None or shutil.which("ssh") is None:
         unavailable("ssh", "no OpenSSH server is installed: apt-get install openssh-server")
     if os.getuid() == 0:
@@ -347,6 +356,20 @@ def sshd_process() -> Iterator[SshServerProcess]:
     finally:
         server.kill()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def sshd_process() -> Iterator[SshServerProcess]:
+    """This worker's OpenSSH server as something that a test may kill; it must start it again before it ends."""
+    with _running_sshd() as server:
+        yield server
+
+
+@pytest.fixture
+def own_sshd() -> Iterator[SshServerProcess]:
+    """An OpenSSH server that only this test uses, for tests that kill it at random."""
+    with _running_sshd() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
