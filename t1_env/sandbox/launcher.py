@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from t1_env.errors import SandboxError, SandboxUnavailable
-from t1_env.sandbox import wire
+from t1_env.sandbox import owner, reaper, wire
 
 START_TIMEOUT_S: Final = 30.0
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
@@ -108,8 +108,9 @@ class Launcher:
             zygote.process.wait()
 
     def _start(self) -> _Zygote:
+        reaper.reap_local(everywhere=False)
         ours, theirs = socket.socketpair()
-        config = {**zygote_config(), "fd": theirs.fileno()}
+        config = {**zygote_config(), "fd": theirs.fileno(), "owner": owner.owner_id()}
         try:
             process = subprocess.Popen(
                 [config["python"], "-I", "-S", "-c", _BOOTSTRAP, json.dumps(config)],

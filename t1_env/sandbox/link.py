@@ -17,7 +17,7 @@ from typing import Final
 from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox import launcher, wire
 from t1_env.sandbox.base import SandboxSpec
-from t1_env.sandbox.limits import cgroup_name, remove_cgroup
+from t1_env.sandbox.hierarchies import cgroup_name, remove_cgroup
 from t1_env.sandbox.stacking import Stack
 
 _CLOSE_TIMEOUT_S: Final = 5.0
@@ -71,7 +71,7 @@ class Link:
             "cpus": spec.cpus,
             "hide": sorted({str(path) for given in (*spec.hide, *launcher.installation_paths()) for path in (given, given.resolve())}),
         }
-        name = cgroup_name(os.getpid(), next(_serial))
+        name = cgroup_name(next(_serial))
         try:
             with theirs, contextlib.ExitStack() as lending:
                 handed = [theirs.fileno()]

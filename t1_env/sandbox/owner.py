@@ -20,6 +20,8 @@ LABEL: Final = "t1.owner"
 """Name of the label on containers, images and volumes, and of the file in directories."""
 
 _FORM: Final = re.compile(r"(?P<boot>[0-9A-Za-z-]+)\.(?P<namespace>[0-9]+):(?P<pid>[0-9]+):(?P<start>[0-9]+)")
+_FILE_NAME: Final = re.compile(r"(?P<machine>[0-9A-Za-z-]+\.[0-9]+)-(?P<pid>[0-9]+)-(?P<start>[0-9]+)")
+_DIRECTORY: Final = re.compile(r"t1-[a-z]+-(?P<owner>.+)-[^-]+")
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of the kernel: the namespace in which every process is seen
 
 
@@ -58,6 +60,32 @@ def is_alive(owner: str) -> bool | None:
     if parsed.namespace == _own_pid_namespace():
         return _runs(parsed.pid, parsed.start)
     return _runs_in_namespace(parsed)
+
+
+def file_name(owner: str) -> str:
+    """A label in the form in which it is part of a file's name."""
+    return owner.replace(":", "-")
+
+
+def from_file_name(name: str) -> str | None:
+    """The label that ``file_name`` turned into ``name``; None if ``name`` is no such thing."""
+    match = _FILE_NAME.fullmatch(name)
+    return None if match is None else f"{match['machine']}:{match['pid']}:{match['start']}"
+
+
+def directory_prefix(kind: str) -> str:
+    """Prefix for the name of a temporary directory of this process, so that it is removed even if the process is killed.
+
+    Args:
+        kind: One word that says what it is for, e.g. ``"build"``; use as ``tempfile.TemporaryDirectory(prefix=directory_prefix("build"))``.
+    """
+    return f"t1-{kind}-{file_name(owner_id())}-"
+
+
+def owner_of_directory(name: str) -> str | None:
+    """The label in the name of a directory made with ``directory_prefix``; None if it is no such directory."""
+    match = _DIRECTORY.fullmatch(name)
+    return None if match is None else from_file_name(match["owner"])
 
 
 def _parse(owner: str) -> _Owner | None:

@@ -179,10 +179,15 @@ def prctl(option: int, argument: int = 0, second: int = 0) -> None:
     _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), ctypes.c_ulong(second), zero, zero))
 
 
-def set_process_name(name: str) -> None:
-    """Name this process in ``ps``, in place of the command line it was started with (which holds paths of the host)."""
-    raw = os.fsencode(name)
-    buffer = ctypes.create_string_buffer(raw[:15])
+def set_process_name(name: str, detail: str = "") -> None:
+    """Name this process in ``ps``, in place of the command line it was started with (which holds paths of the host).
+
+    Args:
+        name: At most 15 characters.
+        detail: What the command line says behind the name.
+    """
+    raw = os.fsencode(f"{name} {detail}" if detail else name)
+    buffer = ctypes.create_string_buffer(os.fsencode(name)[:15])
     _check(_libc.prctl(ctypes.c_int(PR_SET_NAME), buffer, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)))
     with open("/proc/self/stat", "rb") as stream:
         fields = stream.read().rpartition(b")")[2].split()

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
-from t1_env.sandbox import clone, limits, rootfs, seccomp, syscalls, wire
+from t1_env.sandbox import clone, rootfs, seccomp, syscalls, wire
 from t1_env.sandbox.keeper import Keeper, KeeperConfig
 
 PRELOADED: Final = (
@@ -85,12 +85,12 @@ class Zygote:
     """Forks keepers on request."""
 
     def __init__(self, sock: socket.socket, config: Mapping[str, Any]) -> None:
-        syscalls.set_process_name("t1-zygote")
+        self._owner = str(config["owner"])
+        syscalls.set_process_name("t1-zygote", self._owner)
         os.umask(0o022)
         self._sock = sock
         self._privileged = os.geteuid() == 0 and _has_capability(_CAP_SETUID) and _has_capability(_CAP_SYS_ADMIN)
         self._interpreter = clone.Interpreter(roots=tuple(config["roots"]), hidden=tuple(config["hidden"]), executable=config["executable"])
-        limits.remove_stale_cgroups()
         if self._privileged:
             syscalls.unshare(syscalls.CLONE_NEWNS)
         else:
@@ -143,7 +143,7 @@ class Zygote:
         sock, *lender = [socket.socket(fileno=fd) for fd in fds]
         keeper = None
         try:
-            syscalls.set_process_name("t1-keeper")
+            syscalls.set_process_name("t1-keeper", self._owner)
             syscalls.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
             if self._privileged:
                 os.write(ready_write, b"1")
