@@ -129,8 +129,10 @@ class DockerDaemon:
         return [directory for top in tops for directory in [top, *sorted(path for path in top.rglob("*") if path.is_dir())]]
 
     def _strays(self) -> list[int]:
-        """Shims that outlived their daemon: their command lines name our directory."""
+        """Shims that outlived their daemon (their command lines name our directory), and what ran in its containers."""
         found = []
+        for directory in self.cgroups():
+            found += [int(line) for line in (directory / "cgroup.procs").read_text().split()]
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):
