@@ -80,12 +80,12 @@ def exec_result_from_frame(header: Mapping[str, Any], blob: bytes) -> ExecResult
 
 def clone_result_to_json(result: CloneResult) -> dict[str, Any]:
     """Return the result of a clone as JSON."""
-    return {"payload": result.payload, "seconds": result.seconds, "error": result.error}
+    return {"payload": result.payload, "seconds": result.seconds, "failure": result.error}
 
 
 def clone_result_from_json(fields: Mapping[str, Any]) -> CloneResult:
     """Return the result again."""
-    return CloneResult(fields["payload"], float(fields["seconds"]), fields["error"])
+    return CloneResult(fields["payload"], float(fields["seconds"]), fields["failure"])
 
 
 # ------------------------------------------------------------------------------------------------------------------------- errors

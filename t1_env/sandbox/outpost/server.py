@@ -1,6 +1,6 @@
 """The far side's program: an outpost on its standard input and output, or behind a socket that outlives its connection.
 
-Usage: ``boot.py native|namespaces|auto [--lease-s S] [--listen SOCKET [--grace-s S]]`` or ``boot.py --attach SOCKET``.
+Usage: ``boot.py native|namespaces|auto [--lease-s S] [--home DIRECTORY] [--listen SOCKET [--grace-s S]]`` or ``boot.py --attach SOCKET``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from t1_env.sandbox.outpost.children import Reaper, kill_descendants
 from t1_env.sandbox.outpost.conversation import Conversation
 from t1_env.sandbox.outpost.native import NativeSandbox
 from t1_env.sandbox.outpost.service import MODES, Service
+from t1_env.sandbox.owner import owner_id
+from t1_env.sandbox.reaper import remove_tree
 
+LABEL: Final = "outpost"
+"""File in an outpost's home that says which process it is, as an owner label."""
 DEFAULT_LEASE_S: Final = 900.0
 DEFAULT_GRACE_S: Final = 120.0
 _PID_OF_INIT: Final = 1
@@ -64,6 +68,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--grace-s", type=float, default=DEFAULT_GRACE_S)
     parser.add_argument("--listen", metavar="SOCKET")
     parser.add_argument("--attach", metavar="SOCKET")
+    parser.add_argument("--home", metavar="DIRECTORY", help="exists already, is for this outpost alone, and is removed at its end")
     parser.add_argument("--spawner", metavar="FD", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(list(arguments))
 
@@ -71,6 +76,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _serve(options: argparse.Namespace, command: list[str], stream: tuple[int, int] | None, listener: socket.socket | None) -> NoReturn:
     _ignore_signals(detached=listener is not None)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # neither its memory nor its descriptors are for the agent
+    if options.home is not None:
+        with open(os.path.join(options.home, LABEL), "w", encoding="ascii") as file:
+            file.write(f"{owner_id()}\n")
     helper = _Helper(command) if options.mode != "namespaces" else None
     gc.collect()
     gc.freeze()
@@ -84,6 +92,8 @@ def _serve(options: argparse.Namespace, command: list[str], stream: tuple[int, i
             os.unlink(options.listen)
         listener.close()
     service.close()
+    if options.home is not None:
+        remove_tree(options.home)
     conversation.say_goodbye(reason)
     os._exit(0)
 
