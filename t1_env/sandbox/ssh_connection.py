@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import socket
 import subprocess
@@ -37,6 +38,11 @@ logging.getLogger(LOGGER).addHandler(logging.NullHandler())
 
 _gates: Final[dict[tuple[str, int, int], threading.BoundedSemaphore]] = {}
 _gates_lock: Final = threading.Lock()
+os.register_at_fork(after_in_child=_gates.clear)  # turns that were taken by threads of the parent
+
+
+class ServerUnreachable(SandboxUnavailable):
+    """No server answers, as opposed to one that refuses us: it may be there again in a moment."""
 
 
 class ChannelStream:
@@ -99,6 +105,12 @@ class ChannelStream:
         self._closed = True
         self._connection.close()
 
+    def abandon(self) -> None:
+        """In a forked child: leave the parent's stream alone."""
+        self._closed = True
+        self._channel.lock = threading.Lock()  # a thread that there is none of here may have held it
+        self._connection.abandon()
+
     def _drain_errors(self) -> None:
         while self._channel.recv_stderr_ready():
             self._errors = (self._errors + self._channel.recv_stderr(_RECEIVE_BYTES))[-_STDERR_KEPT:]
@@ -150,6 +162,26 @@ class Connection:
             raise TransportLost(f"the SSH connection to {self.address} is gone: {reason}")
         raise SandboxUnavailable(f"the SSH server {self.address} {reason}")
 
+    @contextlib.contextmanager
+    def within(self, limit_s: float | None) -> Iterator[None]:
+        """Hang up if the block takes longer.
+
+        Args:
+            limit_s: Limit in seconds; None takes the connection's own.
+
+        Raises:
+            TransportLost: It did.
+        """
+        allowed_s = self._limit_s if limit_s is None else limit_s
+        with _within(self._transport, allowed_s) as late:
+            try:
+                yield
+            except TransportLost:
+                if not late.is_set():
+                    raise
+        if late.is_set():
+            raise TransportLost(f"the SSH server {self.address} did not answer within {allowed_s:.0f} s")
+
     @property
     def reason(self) -> str:
         """Why the connection ended, where that is known."""
@@ -166,6 +198,12 @@ class Connection:
                 return False
             time.sleep(0.01)
         return True
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connection without a word to the server."""
+        self._transport.active = False
+        self._transport.packetizer.close()
+        self._underlying.pop_all()
 
     def close(self) -> None:
         """Hang up. Idempotent, never raises."""
@@ -232,7 +270,7 @@ def _shake_hands(config: SshConfig, endpoint: Endpoint, underlying: contextlib.E
     else:  # it also returns when the time is up
         reason = "" if transport.initial_kex_done else "no answer"
     if reason:
-        raise SandboxUnavailable(
+        raise ServerUnreachable(
             f"{endpoint.address} does not complete the SSH handshake within {limit_s:.0f} s: {reason}. Is an SSH server on this port, "
             "and does its MaxStartups allow for this many logins at a time?"
         )
@@ -269,7 +307,7 @@ def _reach(config: SshConfig, endpoint: Endpoint, underlying: contextlib.ExitSta
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: signs of life that nobody acknowledges end the connection
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(3000 * config.keepalive_s))
         return link
-    raise SandboxUnavailable(f"cannot reach {endpoint.address}: {reason}")
+    raise ServerUnreachable(f"cannot reach {endpoint.address}: {reason}")
 
 
 def _through(endpoint: Endpoint, underlying: contextlib.ExitStack) -> Any:
@@ -284,7 +322,7 @@ def _through(endpoint: Endpoint, underlying: contextlib.ExitStack) -> Any:
         )
     except (paramiko.SSHException, OSError, EOFError) as error:
         reason = str(error)
-    raise SandboxUnavailable(f"cannot reach {endpoint.address} through {jump_endpoint.address}: {reason}")
+    raise ServerUnreachable(f"cannot reach {endpoint.address} through {jump_endpoint.address}: {reason}")
 
 
 def _proxy(command: str, underlying: contextlib.ExitStack) -> socket.socket:
