@@ -18,7 +18,7 @@ from typing import Final
 from t1_env.errors import SandboxUnavailable
 from t1_env.sandbox.outpost import layout
 
-_PACKAGES: Final = ("pyte", "wcwidth", "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
+_PACKAGES: Final = ("pyte", "wcwidth", "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "py")
 # pytest colours Python and diffs; the other five hundred languages stay at home.
 _LEXERS: Final = frozenset({"__init__.py", "_mapping.py", "diff.py", "python.py", "special.py"})
 _LEFT_OUT: Final = frozenset(
@@ -70,6 +70,12 @@ def package_members(*, compiled: bool, scratch: Path | None) -> Iterator[Member]
     """
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
+        if spec is not None and not spec.submodule_search_locations and spec.origin is not None:  # a module in one file, as pytest's "py"
+            yield from _python_file(Path(spec.origin), f"{layout.PACKAGES}/{name}.py", scratch if compiled else None)
+            continue
+        if spec is not None and not spec.submodule_search_locations and str(spec.origin).endswith(".py"):  # a single file
+            yield from _python_file(Path(str(spec.origin)), f"{layout.PACKAGES}/{name}.py", scratch if compiled else None)
+            continue
         if spec is None or not spec.submodule_search_locations:
             raise SandboxUnavailable(f"the package {name!r} is not installed as files; install T1 again: python -m pip install t1-terminal")
         top = Path(spec.submodule_search_locations[0])
