@@ -14,7 +14,7 @@ import gymnasium as gym
 from t1_env.bench import floors
 from t1_env.bench.catalogue import Benchmark, Settings
 from t1_env.bench.facts import available_memory_bytes
-from t1_env.bench.figures import FigureSpec, at_least, at_most, percentile
+from t1_env.bench.figures import FigureSpec, Target, at_least, at_most, percentile
 from t1_env.bench.measure import Contender, Measured, MeasurementError, Role, Series, Tick, interleave
 from t1_env.bench.shells import open_shell, run_checked
 from t1_env.sandbox.local import LocalSandbox
@@ -143,15 +143,16 @@ def _vector(settings: Settings) -> Benchmark:
 
 def _memory(settings: Settings) -> Benchmark:
     size = settings.fleet_size
+    by_process = os.geteuid() == 0  # /proc shows to root only what the processes of a sandbox take
 
     def run(tick: Tick) -> Measured:
-        measured = {name: Series(Role.OURS, "bytes") for name in ("pss", "rss", "host", "available")}
+        measured: Measured = {}
         rounds = settings.count(5, least=1)
         with open_fleet(1):  # whatever is made once for the process, such as the launcher, is there
             pass
         for done in range(rounds):
-            for name, value in _weigh(size).items():
-                measured[name].blocks.append((value,))
+            for name, value in _weigh(size, by_process=by_process).items():
+                measured.setdefault(name, Series(Role.OURS, "bytes")).blocks.append((value,))
             tick((done + 1) / rounds)
         return measured
 
@@ -165,30 +166,31 @@ def _memory(settings: Settings) -> Benchmark:
         f"How much less memory the kernel calls available (page tables, kernel memory and tmpfs included, and noise of others): {told}."
     )
     host = f"Growth of this process alone (resident set size): {told}."
-    return Benchmark(
-        "local-memory",
-        f"memory of {size} sandboxes",
-        (
-            _memory_figure("local-memory-pss", f"local: memory each of {size} (PSS)", pss, "pss", at_most(_MAX_RESIDENT_BYTES)),
-            _memory_figure("local-memory-rss", f"local: sum of RSS each of {size}", rss, "rss"),
-            _memory_figure("local-memory-available", f"local: drop of MemAvailable each of {size}", available, "available"),
-            _memory_figure("local-memory-host", f"local: growth of this process for each of {size}", host, "host"),
-        ),
-        run,
-    )
+    figures = [_memory_figure("available", f"drop of MemAvailable each of {size}", available)]
+    if by_process:
+        figures = [
+            _memory_figure("pss", f"memory each of {size} (PSS)", pss, at_most(_MAX_RESIDENT_BYTES)),
+            _memory_figure("rss", f"sum of RSS each of {size}", rss),
+            *figures,
+            _memory_figure("host", f"growth of this process for each of {size}", host),
+        ]
+    return Benchmark("local-memory", f"memory of {size} sandboxes", tuple(figures), run)
 
 
-def _memory_figure(name: str, title: str, definition: str, of: str, target: Any = None) -> FigureSpec:
-    return FigureSpec(name, title, definition, "bytes", percentile(of, 50), of, target)
+def _memory_figure(of: str, title: str, definition: str, target: Target | None = None) -> FigureSpec:
+    return FigureSpec(f"local-memory-{of}", f"local: {title}", definition, "bytes", percentile(of, 50), of, target)
 
 
-def _weigh(size: int) -> dict[str, float]:
-    """Return what each of ``size`` sandboxes takes, in bytes."""
-    before, host_before, available_before = set(_descendants()), _resident(os.getpid()), available_memory_bytes()
+def _weigh(size: int, *, by_process: bool) -> dict[str, float]:
+    """Return what each of ``size`` sandboxes takes, in bytes; without ``by_process`` only what the machine as a whole tells."""
+    before, available_before = set(_descendants()), available_memory_bytes()
+    host_before = _resident(os.getpid())["Rss"]
     with open_fleet(size):
-        found = [_resident(pid) for pid in _descendants() if pid not in before]
-        host = max(0, _resident(os.getpid())["Rss"] - host_before["Rss"])
         available = available_before - available_memory_bytes()
+        if not by_process:
+            return {"available": available / size}
+        found = [_resident(pid) for pid in _descendants() if pid not in before]
+        host = max(0, _resident(os.getpid())["Rss"] - host_before)
     return {
         "pss": (sum(process["Pss"] for process in found) + host) / size,
         "rss": (sum(process["Rss"] for process in found) + host) / size,
@@ -200,16 +202,11 @@ def _weigh(size: int) -> dict[str, float]:
 def _resident(pid: int) -> dict[str, int]:
     """Return ``Rss`` and ``Pss`` of a process in bytes."""
     sizes = {}
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii", errors="replace") as lines:  # noqa: PTH123
-            for line in lines:
-                name, _, rest = line.partition(":")
-                if name in ("Rss", "Pss"):
-                    sizes[name] = int(rest.split()[0]) * 1024
-    except OSError as error:
-        raise MeasurementError(
-            f"cannot read how much memory process {pid} of a sandbox takes ({error.strerror}): /proc shows it to root only, run as root"
-        ) from error
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii", errors="replace") as lines:  # noqa: PTH123
+        for line in lines:
+            name, _, rest = line.partition(":")
+            if name in ("Rss", "Pss"):
+                sizes[name] = int(rest.split()[0]) * 1024
     return sizes
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,6 +21,21 @@ Tick = Callable[[float], None]
 
 class MeasurementError(T1Error, RuntimeError):
     """What was to be measured did not do what it should: the figure would mean nothing."""
+
+
+@contextlib.contextmanager
+def third_party(name: str) -> Iterator[None]:
+    """Turn whatever a peer's own code raises into a ``MeasurementError``: its failure is one benchmark's, not the run's.
+
+    Args:
+        name: Of the peer.
+    """
+    try:
+        yield
+    except T1Error:
+        raise
+    except Exception as error:  # the classes are the peer's own, with no common base
+        raise MeasurementError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 class Role(enum.StrEnum):

@@ -12,12 +12,12 @@ import importlib
 import importlib.util
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Self
 
 from t1_env.bench.catalogue import Benchmark, Settings
 from t1_env.bench.figures import FigureSpec, at_least, ratio
-from t1_env.bench.measure import Contender, Measured, MeasurementError, Role, Series, Tick, interleave, timed
+from t1_env.bench.measure import Contender, Measured, MeasurementError, Role, Series, Tick, interleave, third_party, timed
 from t1_env.bench.shells import first_command, open_shell, output_command, run_checked
 from t1_env.errors import DependencyMissing
 from t1_env.sandbox.local import LocalSandbox
@@ -50,8 +50,9 @@ class RexShell:
 
     def __enter__(self) -> Self:
         try:
-            self._loop.run_until_complete(self._deployment.start())
-            self._loop.run_until_complete(self._deployment.runtime.create_session(self._messages.CreateBashSessionRequest()))
+            with third_party(SWE_REX):
+                self._loop.run_until_complete(self._deployment.start())
+                self._loop.run_until_complete(self._deployment.runtime.create_session(self._messages.CreateBashSessionRequest()))
         except BaseException:
             self.__exit__()
             raise
@@ -59,8 +60,10 @@ class RexShell:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._loop.run_until_complete(self._deployment.stop())
+            with third_party(SWE_REX):
+                self._loop.run_until_complete(self._deployment.stop())
         finally:
+            self._deployment = None  # it logs when it is deleted: not later than here
             self._loop.close()
 
     def run(self, command: str) -> str:
@@ -69,8 +72,9 @@ class RexShell:
         Raises:
             MeasurementError: If its status was not 0.
         """
-        action = self._messages.BashAction(command=command, timeout=_TIMEOUT_S, check="silent")
-        result = self._loop.run_until_complete(self._deployment.runtime.run_in_session(action))
+        with third_party(SWE_REX):
+            action = self._messages.BashAction(command=command, timeout=_TIMEOUT_S, check="silent")
+            result = self._loop.run_until_complete(self._deployment.runtime.run_in_session(action))
         if result.exit_code != 0:
             raise MeasurementError(f"{SWE_REX}: {command!r} ended with status {result.exit_code}")
         return str(result.output)
@@ -128,11 +132,11 @@ def _true(settings: Settings) -> Benchmark:
             stack.enter_context(quiet())
             session = stack.enter_context(open_shell(LocalSandbox()))
             rex = stack.enter_context(RexShell())
-            repl = stack.enter_context(_pexpect_repl())
+            repl_true = stack.enter_context(_pexpect_repl())
             contenders = [
                 timed(measured["T1"], lambda: run_checked(session, "true"), 20),
                 timed(measured[SWE_REX], lambda: rex.run("true")),
-                timed(measured[_REPL], lambda: repl.run_command("true", timeout=_TIMEOUT_S)),
+                timed(measured[_REPL], repl_true),
             ]
             interleave(contenders, settings.count(40), tick, warmup=2)
         return measured
@@ -157,8 +161,8 @@ def _output(settings: Settings) -> Benchmark:
         with quiet(), open_shell(LocalSandbox()) as session, RexShell() as rex:
 
             def theirs() -> None:
-                printed = len(rex.run(command).replace("\r", "").strip("\n")) + 1
-                if printed != size:
+                printed = len(rex.run(command))
+                if printed < size - 1:  # it adds some characters of its own, and takes the last newline
                     raise MeasurementError(f"{SWE_REX}: {command!r} gave {printed} characters of output, expected {size}")
 
             contenders = [timed(measured["T1"], lambda: run_checked(session, command), 3), timed(measured[SWE_REX], theirs)]
@@ -178,9 +182,17 @@ def _output(settings: Settings) -> Benchmark:
 
 
 @contextlib.contextmanager
-def _pexpect_repl() -> Iterator[Any]:
-    repl = importlib.import_module("pexpect.replwrap").bash()
+def _pexpect_repl() -> Iterator[Callable[[], object]]:
+    """Give what runs ``true`` once in a bash of pexpect's."""
+    with third_party(_REPL):
+        repl = importlib.import_module("pexpect.replwrap").bash()
+
+    def run() -> None:
+        with third_party(_REPL):
+            repl.run_command("true", timeout=_TIMEOUT_S)
+
     try:
-        yield repl
+        yield run
     finally:
-        repl.child.close(force=True)
+        with third_party(_REPL):
+            repl.child.close(force=True)

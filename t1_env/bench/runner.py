@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Final, Protocol
 
-from t1_env.bench import facts, fleet, local, peers, turns
+from t1_env.bench import facts, fleet, local, peers, remote, turns
 from t1_env.bench.catalogue import Benchmark, Settings
 from t1_env.bench.figures import evaluate
 from t1_env.bench.measure import Measured, Tick, extend
@@ -142,6 +142,10 @@ def collect(options: BenchOptions) -> list[Benchmark]:
     if "local" in options.sandboxes:
         for module in (local, turns, fleet):
             found += module.benchmarks(options.settings)
+    if "docker" in options.sandboxes:
+        found += remote.benchmarks(remote.docker_place(options.settings), options.settings)
+    if "ssh" in options.sandboxes:
+        found += remote.benchmarks(remote.ssh_place(loopback=options.ssh_loopback), options.settings)
     if options.peers:
         found += peers.benchmarks(options.settings)
     return found
@@ -156,6 +160,10 @@ def _require(options: BenchOptions, chosen: Sequence[Benchmark]) -> None:
         reason = unavailable_reason()
         if reason is not None:
             raise SandboxUnavailable(reason)
+    if "docker" in needed:
+        remote.probe(remote.docker_place(options.settings))
+    if "ssh" in needed:
+        remote.probe(remote.ssh_place(loopback=options.ssh_loopback))
 
 
 def _run_one(benchmark: Benchmark, measured: dict[str, Measured], tick: Tick) -> Failure | None:

@@ -24,22 +24,35 @@ Opener = Callable[[Sandbox], contextlib.AbstractContextManager[Callable[[], obje
 
 
 @dataclass(frozen=True, slots=True)
+class Site:
+    """A place that is ready.
+
+    Args:
+        make: Returns a sandbox that is not started.
+        peers: Name -> another way to run commands in the same place, measured in turn.
+    """
+
+    make: Callable[[], Sandbox]
+    peers: Mapping[str, Opener] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where shells run.
 
     Args:
         name: Of the backend.
-        make: Returns a sandbox that is not started.
+        open: Makes the place ready for a benchmark, for example by starting a server.
         rounds: Blocks of small commands.
         targets: Name of a figure, without the backend's -> target.
-        peers: Name -> another way to run commands in the same sandbox, measured in turn.
+        peers: Names of the peers of its site.
     """
 
     name: str
-    make: Callable[[], Sandbox]
+    open: Callable[[], contextlib.AbstractContextManager[Site]]
     rounds: int
     targets: Mapping[str, Target] = field(default_factory=dict)
-    peers: Mapping[str, Opener] = field(default_factory=dict)
+    peers: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -99,7 +112,8 @@ def true_benchmark(place: Place, settings: Settings) -> Benchmark:
             **{peer: Series(Role.PEER) for peer in place.peers},
         }
         with contextlib.ExitStack() as stack:
-            sandbox = place.make()
+            site = stack.enter_context(place.open())
+            sandbox = site.make()
             session = stack.enter_context(open_shell(sandbox))
             contenders = [
                 timed(measured["true"], lambda: run_checked(session, "true"), 40),
@@ -112,8 +126,8 @@ def true_benchmark(place: Place, settings: Settings) -> Benchmark:
                     timed(measured["fork+exec"], floors.subprocess_true, 10),
                     timed(measured["bash -c"], floors.bash_true, 5),
                 ]
-            for peer, opener in place.peers.items():
-                contenders.append(timed(measured[peer], stack.enter_context(opener(sandbox))))
+            for peer in place.peers:
+                contenders.append(timed(measured[peer], stack.enter_context(site.peers[peer](sandbox))))
             interleave(contenders, settings.count(place.rounds), tick, warmup=3)
         return measured
 
@@ -147,7 +161,7 @@ def output_benchmark(place: Place, settings: Settings) -> Benchmark:
 
     def run(tick: Tick) -> Measured:
         measured = {"output": Series(Role.OURS), **{floor: Series(Role.FLOOR) for floor in floor_names}}
-        with open_shell(place.make()) as session:
+        with place.open() as site, open_shell(site.make()) as session:
 
             def ours() -> None:
                 printed = run_checked(session, command).output_bytes
@@ -181,7 +195,8 @@ def reset_benchmark(place: Place, settings: Settings) -> Benchmark:
 
     def run(tick: Tick) -> Measured:
         reset, close = Series(Role.OURS), Series(Role.OURS)
-        interleave([first_command(place.make, reset, close)], settings.count(20), tick)
+        with place.open() as site:
+            interleave([first_command(site.make, reset, close)], settings.count(20), tick)
         return {"reset": reset, "close": close}
 
     definition = f'From making a {place.name} sandbox until `Session.run("true")` in a new shell of it has answered; image present; median.'

@@ -33,8 +33,8 @@ def benchmarks(settings: Settings) -> list[Benchmark]:
     """Return the benchmarks of long episodes."""
     with_env = f"`env.step` (the same command; nothing changes, so no verifier runs) of {settings.task}"
     return [
-        _benchmark("local-turns", "session", "`Session.run` and `Session.screen()`", session_episode, settings.count(40)),
-        _benchmark("local-turns-env", "env.step", with_env, lambda: env_episode(settings.task), settings.count(20)),
+        _benchmark("local-turns", "session", "`Session.run` and `Session.screen()`", session_episode, settings.count(20, least=4)),
+        _benchmark("local-turns-env", "env.step", with_env, lambda: env_episode(settings.task), settings.count(20, least=4)),
     ]
 
 

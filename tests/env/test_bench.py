@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import random
 import sys
 import types
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from t1_env.bench import facts, figures, fleet, local, peers, runner, statistics, turns
 from t1_env.bench.catalogue import Benchmark, Settings
 from t1_env.bench.figures import FigureSpec, at_least, at_most, evaluate, percentile, ratio
-from t1_env.bench.measure import Contender, Measured, MeasurementError, Role, Series, Tick, extend, interleave, timed
+from t1_env.bench.measure import Contender, Measured, MeasurementError, Role, Series, Tick, extend, interleave, third_party, timed
 from t1_env.bench.report import Failure, Report, format_value
 from t1_env.cli.main import main
 from t1_env.errors import ConfigError, DependencyMissing, T1Error
@@ -367,7 +368,18 @@ def test_the_targets_are_those_of_the_table_in_the_manual() -> None:
         "peer-true-ratio": at_least(100.0),
         "peer-output-ratio": at_least(20.0),
     }
+    if os.geteuid() != 0:
+        del expected["local-memory-pss"]
     assert {name: target for name, target in targets.items() if name.startswith(("local", "peer"))} == expected
+
+
+@pytest.mark.parametrize(("user", "figures"), [(0, ["pss", "rss", "available", "host"]), (1000, ["available"])])
+def test_an_ordinary_user_gets_the_memory_figure_that_proc_shows_him(
+    monkeypatch: pytest.MonkeyPatch, user: int, figures: list[str]
+) -> None:
+    monkeypatch.setattr(fleet.os, "geteuid", lambda: user)
+    benchmark = next(b for b in fleet.benchmarks(TINY) if b.name == "local-memory")
+    assert [figure.of for figure in benchmark.figures] == figures
 
 
 # ----------------------------------------------------------------------------------------------------------------------- turns
@@ -580,3 +592,12 @@ def test_mistakes_are_one_line_before_anything_is_measured(t1_env: Any, argument
 
 def test_errors_are_those_of_t1() -> None:
     assert issubclass(MeasurementError, T1Error)
+
+
+def test_what_a_peer_raises_is_its_own_failure_and_ours_stay_what_they_are() -> None:
+    with pytest.raises(MeasurementError, match="rex raised KeyError: 'gone'"), third_party("rex"):
+        raise KeyError("gone")
+    with pytest.raises(ConfigError), third_party("rex"):
+        raise ConfigError("ours")
+    with pytest.raises(KeyboardInterrupt), third_party("rex"):
+        raise KeyboardInterrupt
