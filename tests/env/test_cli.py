@@ -167,18 +167,60 @@ def test_doctor_says_what_works(t1_env: Any) -> None:
         assert f" {name} " in out
     assert (status == 0) == (unavailable_reason() is None)
     assert (err == "") == (status == 0)
+    assert ("cgroups" in out and "storage" in out) == (status == 0)
 
 
 def test_doctor_fails_without_namespaces_and_names_missing_extras(t1_env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from t1_env.cli import doctor
+    from t1_env.errors import SandboxUnavailable
 
-    monkeypatch.setattr(doctor, "unavailable_reason", lambda: "user namespaces are off: sysctl kernel.unprivileged_userns_clone=1")
+    def refuse(*_: object) -> None:
+        raise SandboxUnavailable("user namespaces are off: sysctl kernel.unprivileged_userns_clone=1")
+
+    monkeypatch.setattr(doctor, "LocalSandbox", refuse)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     status, out, err = t1_env("doctor")
     assert status == 1
     assert "sysctl" in out
-    assert "pip install 't1-terminal[agent]'" in out
+    for extra in ("docker", "ssh", "agent", "sb3"):
+        assert f"pip install 't1-terminal[{extra}]'" in "".join(out.split("│")).replace("\n", "").replace("  ", "")
     assert_one_line(err)
+
+
+def test_doctor_says_which_limits_do_not_hold() -> None:
+    from t1_env.cli import doctor
+
+    all_of_them = doctor._limits(frozenset(doctor._LIMITS))
+    assert all_of_them.ok
+    assert "not enforced" not in all_of_them.detail
+    some = doctor._limits(frozenset({"storage_limit", "freeze", "network_off", "process_limit"}))
+    assert not some.ok
+    assert "not enforced: memory, CPU time (run as root" in some.detail
+
+
+def test_doctor_says_that_no_engine_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("docker")
+    from t1_env.cli import doctor
+
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
+    finding = doctor._docker()
+    assert not finding.ok
+    assert "/nonexistent/docker.sock" in finding.detail
+    assert "DOCKER_HOST" in finding.detail
+
+
+def test_doctor_says_whether_ssh_knows_a_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("paramiko")
+    from t1_env.cli import doctor
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith("T1_SSH_")]:
+        monkeypatch.delenv(name)
+    assert not doctor._ssh().ok
+    assert "T1_SSH_HOST" in doctor._ssh().detail
+    monkeypatch.setenv("T1_SSH_HOST", "somewhere.example")
+    assert doctor._ssh().ok
+    assert "somewhere.example" in doctor._ssh().detail
 
 
 # ------------------------------------------------------------------------------------------------------------------------ tasks
