@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import py_compile
@@ -18,7 +19,8 @@ from typing import Final
 from t1_env.errors import SandboxUnavailable
 from t1_env.sandbox.outpost import layout
 
-_PACKAGES: Final = ("pyte", "wcwidth", "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "py")
+_PACKAGES: Final = ("pyte", "wcwidth", "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
+_DISTRIBUTIONS: Final = ("pyte", "wcwidth", "pytest", "pluggy", "iniconfig", "packaging", "pygments")
 # pytest colours Python and diffs; the other five hundred languages stay at home.
 _LEXERS: Final = frozenset({"__init__.py", "_mapping.py", "diff.py", "python.py", "special.py"})
 _LEFT_OUT: Final = frozenset(
@@ -70,9 +72,6 @@ def package_members(*, compiled: bool, scratch: Path | None) -> Iterator[Member]
     """
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
-        if spec is not None and not spec.submodule_search_locations and spec.origin is not None:  # a module in one file, as pytest's "py"
-            yield from _python_file(Path(spec.origin), f"{layout.PACKAGES}/{name}.py", scratch if compiled else None)
-            continue
         if spec is not None and not spec.submodule_search_locations and str(spec.origin).endswith(".py"):  # a single file
             yield from _python_file(Path(str(spec.origin)), f"{layout.PACKAGES}/{name}.py", scratch if compiled else None)
             continue
@@ -88,6 +87,20 @@ def package_members(*, compiled: bool, scratch: Path | None) -> Iterator[Member]
             if path.suffix in (".so", ".pyi", ".pyd"):
                 continue
             yield from _python_file(path, f"{layout.PACKAGES}/{name}/{relative.as_posix()}", scratch if compiled else None)
+    yield from _metadata()
+
+
+def _metadata() -> Iterator[Member]:
+    """Names and versions of the distributions: pytest asks for pluggy's when it prints its first lines."""
+    for name in _DISTRIBUTIONS:
+        try:
+            files = importlib.metadata.files(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            files = []
+        notes = [file for file in files if file.name == "METADATA" and file.parent.suffix == ".dist-info"]
+        if not notes:
+            raise SandboxUnavailable(f"the package {name!r} is not installed as files; install T1 again: python -m pip install t1-terminal")
+        yield Member(f"{layout.PACKAGES}/{notes[0]}", Path(str(notes[0].locate())), 0o644)
 
 
 def interpreter_members(scratch: Path) -> list[Member]:
