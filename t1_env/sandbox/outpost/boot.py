@@ -19,10 +19,13 @@ def _boot() -> None:
     package.__spec__ = importlib.machinery.ModuleSpec("t1_env", None, is_package=True)
     package.__spec__.submodule_search_locations = package.__path__
     sys.modules["t1_env"] = package
-    from t1_env.sandbox.outpost.layout import far_command
+    if sys.argv[1:] == ["call"]:  # not a server: one trusted function, in a container made for it
+        from t1_env.sandbox.docker_call import main as call
+
+        call()
     from t1_env.sandbox.outpost.server import main
 
-    main(sys.argv[1:], far_command(root))
+    main(sys.argv[1:])
 
 
 if __name__ == "__main__":

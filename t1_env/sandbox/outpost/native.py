@@ -9,22 +9,26 @@ import os
 import struct
 import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from t1_env.errors import ConfigError, SandboxDied, SandboxError
 from t1_env.sandbox import checks, files, wire
 from t1_env.sandbox.base import BuiltEnvironment, CloneResult, ExecResult, Sandbox, SandboxSpec
+from t1_env.sandbox.init import STATUS_FORMAT
 from t1_env.sandbox.keeper import BASE_ENV
 from t1_env.sandbox.local import SandboxFileError
 from t1_env.sandbox.outpost import scan, transfer
-from t1_env.sandbox.outpost.children import kill_descendants, kill_session
-from t1_env.sandbox.outpost.spawner import Order, Spawner
+from t1_env.sandbox.outpost.children import Children, kill_descendants, kill_session
 from t1_env.sandbox.process import LocalProcess, drain, read_ready
 
 _KILL_TIMEOUT_S: Final = 5.0
 _PID_OF_INIT: Final = 1
+_ATTEMPTS: Final = 4
+_REFUSALS: Final = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE})
+_EXIT_NOT_FOUND: Final = 127
+_EXIT_NOT_EXECUTABLE: Final = 126
 
 
 class NativeSandbox:
@@ -32,17 +36,15 @@ class NativeSandbox:
 
     Args:
         spec: Working directory and variables; the limits are up to whoever made the place.
-        spawner: Starts processes.
-        spared: Pids of the outpost's own helpers.
+        children: Starts processes and waits for them.
     """
 
     isolation = "none"
 
-    def __init__(self, spec: SandboxSpec, spawner: Spawner, spared: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, spec: SandboxSpec, children: Children) -> None:
         self.spec = spec
         self.capabilities: frozenset[str] = frozenset()
-        self._spawner = spawner
-        self._spared = spared
+        self._children = children
         self._alive = False
         self._root_fd = -1
         self._env: dict[str, str] = {}
@@ -81,24 +83,32 @@ class NativeSandbox:
             raise SandboxDied("this sandbox was closed")
         targets = dict(fds or {})
         checks.check_spawn(argv, env, targets)
+        program_env = {**self._env, **(env or {})}
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self._start(argv, program_env, cwd or self.spec.workdir, pty_size, targets)
+            except OSError as error:
+                if error.errno not in _REFUSALS or attempt == _ATTEMPTS - 1:
+                    raise SandboxError(f"cannot start {argv[0]!r} in the sandbox: {error.strerror}") from error
+                # The agent uses up all processes, all memory or all terminals there are. That is its own doing, not a failure of the
+                # machinery: what it runs is ended, and there is room again.
+                self.kill_all()
+        raise AssertionError
+
+    def _start(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, pty_size: tuple[int, int] | None, fds: Mapping[int, int]
+    ) -> LocalProcess:
         master = slave = None
         try:
             if pty_size is not None:
                 master, slave = os.openpty()
                 fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *pty_size, 0, 0))
-                targets = {0: slave, 1: slave, 2: slave, **targets}
-            order = Order(
-                argv=list(argv),
-                env={**self._env, **(env or {})},
-                cwd=cwd or self.spec.workdir,
-                numbers=list(targets),
-                terminal=slave is not None,
-            )
-            pid, pidfd, status_fd = self._spawner.spawn(order, list(targets.values()))
-        except OSError as error:  # out of terminals or descriptors
-            if master is not None:
-                os.close(master)
-            raise SandboxError(f"cannot start {argv[0]!r} in the sandbox: {error.strerror}") from error
+            try:
+                pid, pidfd, status_fd = self._children.start(argv, env, cwd, fds, None if slave is None else os.ttyname(slave))
+            except OSError as error:
+                if error.errno in _REFUSALS:
+                    raise
+                return NotExecuted(argv[0], error, fds.get(2, slave), master)
         except BaseException:
             if master is not None:
                 os.close(master)
@@ -198,13 +208,37 @@ class NativeSandbox:
 
     def kill_all(self) -> None:
         """SIGKILL every process that was started here; see ``KillsAll``."""
-        kill_descendants(self._spared())
+        kill_descendants()
 
     def close(self) -> None:
         """Kill every process that was started here. Idempotent."""
         if self._alive:
             self._alive = False
             self.kill_all()
+
+
+class NotExecuted(LocalProcess):
+    """A program that could not be executed: as in a shell, it has ended with status 127 or 126 and said why.
+
+    Args:
+        program: Its name.
+        error: Why.
+        stderr_fd: Where it says so, if anywhere.
+        pty_fd: Its terminal's master side.
+    """
+
+    def __init__(self, program: str, error: OSError, stderr_fd: int | None, pty_fd: int | None) -> None:
+        if stderr_fd is not None:
+            with contextlib.suppress(OSError):
+                os.write(stderr_fd, f"t1: {program}: {error.strerror}\n".encode("utf-8", "surrogateescape"))
+        status_read, status_write = os.pipe2(os.O_CLOEXEC)
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        os.write(status_write, STATUS_FORMAT.pack(_EXIT_NOT_FOUND if missing else _EXIT_NOT_EXECUTABLE))
+        os.close(status_write)
+        super().__init__(0, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), status_read, pty_fd)
+
+    def kill(self, signal: int = 9) -> None:
+        """Nothing: it has ended."""
 
 
 def _own_environment() -> dict[str, str]:

@@ -12,15 +12,13 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from t1_env.sandbox import syscalls
 from t1_env.sandbox.base import SandboxSpec
-from t1_env.sandbox.outpost import spawner
-from t1_env.sandbox.outpost.children import Reaper, kill_descendants
+from t1_env.sandbox.outpost.children import Children
 from t1_env.sandbox.outpost.conversation import Conversation
 from t1_env.sandbox.outpost.native import NativeSandbox
 from t1_env.sandbox.outpost.service import MODES, Service
@@ -36,16 +34,13 @@ _COPY_BYTES: Final = 1 << 18
 _BACKLOG: Final = 4
 
 
-def main(arguments: Sequence[str], command: Sequence[str]) -> NoReturn:
+def main(arguments: Sequence[str]) -> NoReturn:
     """Be an outpost; never returns.
 
     Args:
         arguments: The command line, without the program.
-        command: What starts this very program again, to which arguments are appended.
     """
     options = _parse(arguments)
-    if options.spawner is not None:
-        spawner.serve(socket.socket(fileno=options.spawner))
     if options.attach is not None:
         _attach(options.attach)
     stream: tuple[int, int] | None = None
@@ -58,7 +53,7 @@ def main(arguments: Sequence[str], command: Sequence[str]) -> NoReturn:
         os.setsid()
     else:
         stream = _take_standard_streams()
-    _serve(options, list(command), stream, listener)
+    _serve(options, stream, listener)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,20 +64,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--listen", metavar="SOCKET")
     parser.add_argument("--attach", metavar="SOCKET")
     parser.add_argument("--home", metavar="DIRECTORY", help="exists already, is for this outpost alone, and is removed at its end")
-    parser.add_argument("--spawner", metavar="FD", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(list(arguments))
 
 
-def _serve(options: argparse.Namespace, command: list[str], stream: tuple[int, int] | None, listener: socket.socket | None) -> NoReturn:
+def _serve(options: argparse.Namespace, stream: tuple[int, int] | None, listener: socket.socket | None) -> NoReturn:
     _ignore_signals(detached=listener is not None)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # neither its memory nor its descriptors are for the agent
     if options.home is not None:
         with open(os.path.join(options.home, LABEL), "w", encoding="ascii") as file:
             file.write(f"{owner_id()}\n")
-    helper = _Helper(command) if options.mode != "namespaces" else None
     gc.collect()
     gc.freeze()
-    service = Service(options.mode, lambda spec: _make_native(spec, helper))
+    service = Service(options.mode, _make_native)
     conversation = Conversation(service, options.mode, options.lease_s, options.grace_s, listener)
     if listener is not None:
         _leave_standard_streams()
@@ -98,45 +91,9 @@ def _serve(options: argparse.Namespace, command: list[str], stream: tuple[int, i
     os._exit(0)
 
 
-class _Helper:
-    """The spawner's process. The first is forked while there are no threads yet, later ones are started anew."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
-        ours, theirs = socket.socketpair()
-        self.pid = os.fork()
-        if self.pid == 0:
-            ours.close()
-            os.setsid()
-            _leave_standard_streams()
-            spawner.serve(theirs)
-        theirs.close()
-        self.sock: socket.socket | None = ours
-
-    def restart(self) -> socket.socket:
-        """Start another spawner; returns its socket."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [*self._command, "--spawner", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                cwd="/",
-                start_new_session=True,
-            )
-        self.pid = process.pid
-        process.returncode = 0  # the reaper waits for it
-        return ours
-
-
-def _make_native(spec: SandboxSpec, helper: _Helper | None) -> NativeSandbox:
-    assert helper is not None
-    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
-    sock, helper.sock = helper.sock, None
-    make_room = lambda: kill_descendants([helper.pid])  # noqa: E731
-    return NativeSandbox(spec, spawner.Spawner(sock, Reaper(), helper.restart, make_room), lambda: [helper.pid])
+def _make_native(spec: SandboxSpec) -> NativeSandbox:
+    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent comes to us, and ends with us
+    return NativeSandbox(spec, Children())
 
 
 def _ignore_signals(*, detached: bool) -> None:
