@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import posixpath
 import tarfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from t1_env.errors import SandboxError, TransportLost
+from t1_env.errors import SandboxDied, SandboxError, T1Error, TransportLost
 from t1_env.sandbox.base import SandboxSpec
 from t1_env.sandbox.docker_daemon import Daemon
+from t1_env.sandbox.docker_runtime import volume_mount
 from t1_env.sandbox.docker_stream import AttachStream
 
 MEMORY_HEADROOM_MB: Final = 128
@@ -40,8 +41,9 @@ _CAPABILITIES: Final = (
 _MAX_OPEN_FILES: Final = 4096
 _CPU_PERIOD_US: Final = 100_000
 _SHM_MB: Final = 64
-# A loader that obeyed these would run the image's code inside the outpost.
-_LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT")
+_REMOVE_TIMEOUT_S: Final = 30.0
+_END_ROUNDS: Final = 40
+_END_ROUND_S: Final = 0.05
 _UNSUPPORTED_STORAGE: Final = ("--storage-opt", "storage-opt")
 
 
@@ -54,21 +56,22 @@ class Order:
         command: First process and its arguments.
         spec: Limits, working directory, host name.
         kind: What it is for (label ``t1.kind``).
-        runtime_volume: Volume that holds the outpost, or None.
-        runtime_root: Where that is mounted, read-only.
+        runtime_volume: Volume that holds the outpost's files.
         fresh: Paths that hide whatever the image has there behind an empty volume of the container's own.
+        user: Who runs the first process, as the image's ``USER`` would say it.
         network_mode: Docker network.
+        env: Variables of the first process that differ from the image's.
     """
 
     image: str
     command: Sequence[str]
     spec: SandboxSpec
     kind: str
-    runtime_volume: str | None = None
-    runtime_root: str = "/.t1"
+    runtime_volume: str
     fresh: Sequence[str] = ()
+    user: str = "0:0"
     network_mode: str = "none"
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 class Container:
@@ -92,6 +95,11 @@ class Container:
         self._owner_pid = os.getpid()
         self.id = self._create()
 
+    @property
+    def workdir(self) -> str:
+        """Working directory that it was made with."""
+        return self._order.spec.workdir
+
     # ------------------------------------------------------------------------------------------------------------------ life cycle
     def start(self) -> AttachStream:
         """Attach to the container, then start it, so that nothing of what it says is lost.
@@ -106,7 +114,7 @@ class Container:
         api = self._daemon.api
         with self._daemon.doing("start a container"):
             parameters = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
-            self.stream = AttachStream(api.attach_socket(self.id, params=parameters), self._say_why_ended)
+            self.stream = AttachStream(api.attach_socket(self.id, params=parameters))
             api.start(self.id)
         return self.stream
 
@@ -117,9 +125,9 @@ class Container:
         self._removed = True
         if self.stream is not None:
             self.stream.close()
-        # It may be on its way out by itself (auto-remove); if the daemon is gone, the reaper finds it by its label.
-        with contextlib.suppress(SandboxError), self._daemon.doing("remove a container"):
-            self._daemon.api.remove_container(self.id, force=True, v=True)
+        # If the daemon is gone, the reaper finds it by its label.
+        with contextlib.suppress(SandboxError):
+            self._remove()
 
     def running(self) -> bool:
         """Whether its first process runs.
@@ -134,11 +142,31 @@ class Container:
             except self._daemon.sdk.errors.NotFound:
                 return False
 
+    def explain_loss(self) -> T1Error:
+        """Why its stream ended, as the error to raise."""
+        try:
+            for _ in range(_END_ROUNDS):  # the stream ends a moment before the daemon knows that the container did
+                if not self.running():
+                    break
+                time.sleep(_END_ROUND_S)
+            else:
+                return TransportLost(f"the Docker daemon ended the connection to container {self.id[:12]}, which still runs")
+        except SandboxError as error:
+            return error
+        said = "" if self.stream is None else self.stream.stderr.strip()
+        return SandboxDied(f"{self._gone}" + (f"; its first process said: {said[-2000:]}" if said else ""))
+
     # ----------------------------------------------------------------------------------------------------------------------- files
     def put(self, path: str, archive: bytes) -> None:
         """Unpack a tar archive into the directory ``path``; the container need not run."""
         with self._daemon.doing(f"put files into {path}", gone=self._gone):
             self._daemon.api.put_archive(self.id, path, archive)
+
+    def fetch(self, path: str) -> bytes:
+        """A tar archive of a file or directory, whose top is its last name."""
+        with self._daemon.doing(f"read {path}", gone=self._gone):
+            chunks, _ = self._daemon.api.get_archive(self.id, path)
+            return b"".join(chunks)
 
     def changes(self) -> list[tuple[str, int]]:
         """Paths that differ from the image, with 0 for changed, 1 for new and 2 for removed."""
@@ -180,14 +208,23 @@ class Container:
                 self._daemon.api.unpause(self.id)
 
     # ---------------------------------------------------------------------------------------------------------------------- details
+    def _remove(self) -> None:
+        api, errors = self._daemon.api, self._daemon.sdk.errors
+        deadline = time.monotonic() + _REMOVE_TIMEOUT_S
+        with self._daemon.doing("remove a container"):
+            while time.monotonic() < deadline:
+                try:
+                    api.remove_container(self.id, force=True, v=True)
+                except errors.NotFound:
+                    return
+                except errors.APIError as error:
+                    if error.status_code != 409:
+                        raise
+                    time.sleep(0.01)  # it is on its way out by itself (auto-remove)
+
     @property
     def _gone(self) -> str:
         return f"the container of the sandbox ({self.id[:12]}) is gone"
-
-    def _say_why_ended(self) -> None:
-        """The stream ended: nothing to add if the container did, too."""
-        if self.running():
-            raise TransportLost("the Docker daemon closed the connection to a container that still runs")
 
     def _create(self) -> str:
         daemon, order = self._daemon, self._order
@@ -213,9 +250,9 @@ class Container:
                 command=[],
                 stdin_open=True,  # with StdinOnce, which the SDK adds: the first process's input ends with our connection
                 hostname=spec.hostname,
-                user="0:0",
+                user=order.user,
                 working_dir=spec.workdir,
-                environment=dict.fromkeys(_LOADER_VARIABLES, ""),
+                environment=dict(order.env),
                 labels=daemon.labels(order.kind),
                 healthcheck={"test": ["NONE"]},
                 use_config_proxy=False,  # nothing of this host's settings gets into an episode
@@ -226,8 +263,7 @@ class Container:
     def _host_config(self, storage_mb: int | None) -> dict[str, Any]:
         spec, types = self._order.spec, self._daemon.sdk.types
         mounts = [types.Mount(path, None, type="volume", no_copy=True) for path in self._order.fresh]
-        if self._order.runtime_volume is not None:
-            mounts.append(types.Mount(self._order.runtime_root, self._order.runtime_volume, type="volume", read_only=True, no_copy=True))
+        mounts.append(volume_mount(self._daemon, self._order.runtime_volume, read_only=True))
         memory = None if spec.memory_mb is None else (spec.memory_mb + MEMORY_HEADROOM_MB) << 20
         ulimits = {"nofile": _MAX_OPEN_FILES, "core": 0, "fsize": spec.storage_mb << 20}
         options: dict[str, Any] = {
@@ -251,7 +287,7 @@ class Container:
             options |= {"cpu_period": _CPU_PERIOD_US, "cpu_quota": max(1000, int(spec.cpus * _CPU_PERIOD_US))}
         if storage_mb is not None:
             options["storage_opt"] = {"size": f"{storage_mb}m"}
-        return {**options, **self._order.extra}
+        return options
 
 
 def archive_of(source: Path | bytes, name: str, mode: int | None = None) -> bytes:
@@ -271,11 +307,6 @@ def archive_of(source: Path | bytes, name: str, mode: int | None = None) -> byte
         else:
             archive.add(source, name, filter=lambda entry: _owned_by_root(entry, mode))
     return buffer.getvalue()
-
-
-def split_target(path: str) -> tuple[str, str]:
-    """Directory and name of an absolute path inside a container."""
-    return posixpath.split(posixpath.normpath(path))
 
 
 def _owned_by_root(entry: tarfile.TarInfo, mode: int | None) -> tarfile.TarInfo:

@@ -208,18 +208,19 @@ def daemon_for(config: DockerConfig) -> Daemon:
         return daemon
 
 
-def unavailable_reason(config: DockerConfig | None = None) -> str | None:
-    """Why this machine cannot run Docker sandboxes, or None if a daemon answers.
+def describe(config: DockerConfig | None = None) -> str:
+    """What answers, in a few words.
 
     Args:
         config: Settings; default ``DockerConfig()``.
+
+    Raises:
+        DependencyMissing: The docker SDK is not installed.
+        SandboxUnavailable: No daemon answers; the message says what to do.
     """
-    try:
-        with contextlib.closing(Daemon(config or DockerConfig())) as daemon:
-            daemon.api.ping()
-    except (SandboxError, DependencyMissing) as error:
-        return str(error)
-    return None
+    with contextlib.closing(Daemon(config or DockerConfig())) as daemon:
+        info = daemon.info
+        return f"Docker {info.get('ServerVersion')} answers ({info.get('Driver')}, cgroup v{info.get('CgroupVersion', '1')})"
 
 
 def _close_all() -> None:

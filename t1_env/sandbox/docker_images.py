@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
-import stat
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,19 +11,9 @@ from typing import Any, Final
 from t1_env.errors import ImageBuildError, SandboxError, SandboxUnavailable, TransportLost
 from t1_env.sandbox import files
 from t1_env.sandbox.base import ImageSource
+from t1_env.sandbox.docker_build import Build
 from t1_env.sandbox.docker_config import IMAGE_VARIABLE
-from t1_env.sandbox.docker_daemon import KIND_LABEL, Daemon, DeadlineExpired
-
-DIGEST_LABEL: Final = "t1.digest"
-REPOSITORY: Final = "t1-task"
-
-_LOG_KEPT_CHARACTERS: Final = 1 << 16
-_LOG_SHOWN_CHARACTERS: Final = 2000
-_STEP: Final = re.compile(r"Step (?P<number>\d+)/\d+ : (?P<text>.*)")
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
-_PARSE_ERROR: Final = re.compile(r"parse error (?:on )?line (?P<line>\d+)")
-_ESCAPE: Final = re.compile(r"#\s*escape\s*=\s*(?P<character>[\\`])\s*", re.IGNORECASE)
-_FROM: Final = re.compile(r"(?P<before>\s*FROM\s+(?:--\S+\s+)*)(?P<image>\S+)(?P<after>(?:\s+AS\s+(?P<stage>\S+))?\s*)", re.IGNORECASE)
+from t1_env.sandbox.docker_daemon import Daemon
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,133 +134,9 @@ def _built(daemon: Daemon, directory: Path, timeout_s: float) -> Image:
         known = _images.get(state)
         image = _inspect(daemon, known) if known is not None else None
         if image is None:
-            name = _Build(daemon, directory, instead, timeout_s).run()
+            name = Build(daemon, directory, instead, timeout_s).run()
             image = _inspect(daemon, name)
             if image is None:
                 raise ImageBuildError(f"{dockerfile}: the image was built, but somebody removed it at once")
             _images[state] = image.id
     return image
-
-
-class _Build:
-    """One build by the daemon."""
-
-    def __init__(self, daemon: Daemon, directory: Path, instead: str, timeout_s: float) -> None:
-        self._daemon = daemon
-        self._directory = directory
-        self._path = directory / "Dockerfile"
-        try:
-            self._text = self._path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ImageBuildError(f"{self._path}: cannot be read: {error}") from error
-        self._instead = instead
-        self._timeout_s = timeout_s
-        self._log = ""
-        self._step = 0
-
-    def run(self) -> str:
-        """Returns the image's identity."""
-        digest = content_digest(self._directory, self._instead, self._daemon.config.build_network or "")
-        with tempfile.TemporaryDirectory(prefix="t1-build-") as elsewhere:
-            dockerfile = self._path
-            if self._instead:
-                dockerfile = Path(elsewhere, "Dockerfile")
-                dockerfile.write_text(replace_bases(self._text, self._instead), encoding="utf-8")
-            try:
-                for message in self._daemon.messages(
-                    f"build {self._path}", self._timeout_s, lambda api: self._request(api, dockerfile, digest)
-                ):
-                    self._read(message)
-            except DeadlineExpired as error:
-                raise self._error(f"the build ran out of time ({self._timeout_s:g} s)") from error
-            except (TransportLost, ImageBuildError):
-                raise
-            except SandboxError as error:
-                raise self._error(str(error)) from error
-        return f"{REPOSITORY}:{digest[:24]}"
-
-    def _request(self, api: Any, dockerfile: Path, digest: str) -> Iterator[dict[str, Any]]:
-        stream: Iterator[dict[str, Any]] = api.build(
-            path=str(self._directory),
-            dockerfile=str(dockerfile),
-            tag=f"{REPOSITORY}:{digest[:24]}",
-            labels={**self._daemon.config.labels, KIND_LABEL: "task-image", DIGEST_LABEL: digest},
-            network_mode=self._daemon.config.build_network,
-            rm=True,
-            forcerm=True,
-            use_config_proxy=True,
-            timeout=self._timeout_s,
-            decode=True,
-        )
-        return stream
-
-    def _read(self, message: Mapping[str, Any]) -> None:
-        text = str(message.get("stream", ""))
-        if step := _STEP.match(text):
-            self._step = int(step["number"])
-        self._log = (self._log + text)[-_LOG_KEPT_CHARACTERS:]
-        if "error" in message:
-            raise self._error(str(message["error"]))
-
-    def _error(self, reason: str) -> ImageBuildError:
-        parse_error = _PARSE_ERROR.search(reason)
-        line = int(parse_error["line"]) if parse_error else line_of_step(self._text, self._step)
-        where = f"{self._path}:{line}" if line else str(self._path)
-        hint = "; build it with 'docker build' and name it as the task's docker_image" if "requires BuildKit" in reason else ""
-        output = _COLOUR.sub("", self._log)[-_LOG_SHOWN_CHARACTERS:].strip()
-        return ImageBuildError(f"{where}: {reason.strip()}{hint}" + (f"\nend of the build's output:\n{output}" if output else ""))
-
-
-def content_digest(directory: Path, *extra: str) -> str:
-    """SHA-256 (hex) of everything in a build context: names, kinds, modes and contents, not owners or times.
-
-    Args:
-        directory: The context.
-        extra: More that the result depends on.
-    """
-    digest = hashlib.sha256(json.dumps(extra).encode())
-    for folder, folders, names in os.walk(directory):
-        folders.sort()
-        for name in sorted([*names, *folders]):
-            path = Path(folder, name)
-            status = path.lstat()
-            digest.update(f"{path.relative_to(directory)}\0{status.st_mode:o}\0".encode("utf-8", "surrogateescape"))
-            if stat.S_ISLNK(status.st_mode):
-                digest.update(os.fsencode(path.readlink()))
-            elif stat.S_ISREG(status.st_mode):
-                with path.open("rb") as stream:
-                    digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
-
-
-def line_of_step(dockerfile: str, step: int) -> int | None:
-    """Line on which the ``step``-th instruction of a Dockerfile begins, from 1; None if there is no such instruction."""
-    lines = dockerfile.splitlines()
-    directive = _ESCAPE.fullmatch(lines[0].strip()) if lines else None
-    escape = directive["character"] if directive else "\\"
-    count, continued = 0, False
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if not text or text.startswith("#"):
-            continue  # also between the lines of one instruction
-        if not continued:
-            count += 1
-            if count == step:
-                return number
-        continued = text.endswith(escape)
-    return None
-
-
-def replace_bases(dockerfile: str, image: str) -> str:
-    """Return a Dockerfile in which every ``FROM`` that names an image, not an earlier stage, names ``image``."""
-    stages = {"scratch"}
-    lines = []
-    for line in dockerfile.splitlines():
-        found = _FROM.fullmatch(line)
-        if found:
-            if found["image"].lower() not in stages:
-                line = f"{found['before']}{image}{found['after']}"
-            if found["stage"]:
-                stages.add(found["stage"].lower())
-        lines.append(line)
-    return "\n".join(lines) + "\n"

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, Final
 
 from t1_env.errors import TransportLost
@@ -25,20 +25,34 @@ class AttachStream:
 
     Args:
         attachment: What the SDK's ``attach_socket`` returned.
-        still_there: Called when the stream ends though nobody closed it; returns whether the container has ended too, or raises
-            `TransportLost`.
     """
 
-    def __init__(self, attachment: Any, still_there: Callable[[], None]) -> None:
+    def __init__(self, attachment: Any) -> None:
         self._attachment = attachment  # keeps the HTTP response alive, which owns the socket
         self._socket = getattr(attachment, "_sock", attachment)
         self._socket.settimeout(None)
-        self._on_end = still_there
         self._pending = bytearray()
         self._kind = 0
         self._left_bytes = 0
         self._stderr = bytearray()
         self._closed = threading.Event()
+        self.expired = False
+
+    @contextlib.contextmanager
+    def limited(self, timeout_s: float) -> Iterator[None]:
+        """Close the connection, and set ``expired``, when the block takes longer than ``timeout_s``."""
+
+        def expire() -> None:
+            self.expired = True
+            self.close()
+
+        timer = threading.Timer(timeout_s, expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @property
     def stderr(self) -> str:
@@ -57,10 +71,10 @@ class AttachStream:
             raise TransportLost(f"the Docker daemon's connection to the sandbox is gone: {error}") from error
 
     def receive(self) -> bytes:
-        """Wait for bytes and return at least one; empty at the end, which is the end of the container.
+        """Wait for bytes and return at least one; empty at the end.
 
         Raises:
-            TransportLost: The connection broke, while the container may live.
+            TransportLost: The connection broke.
         """
         while True:
             data = self._next_output()
@@ -73,8 +87,6 @@ class AttachStream:
                     return b""
                 raise TransportLost(f"the Docker daemon's connection to the sandbox broke: {error}") from error
             if not received:
-                if not self._closed.is_set():
-                    self._on_end()
                 return b""
             self._pending += received
 

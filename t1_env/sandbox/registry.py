@@ -12,8 +12,8 @@ from t1_env.sandbox.base import Sandbox, SandboxSpec
 ENTRY_POINT_GROUP: Final = "t1_env.sandboxes"
 """An entry point here names a callable that takes a ``SandboxSpec`` and returns a ``Sandbox`` that is not started."""
 
-_OURS: Final = ("local",)
-_NOT_YET: Final = ("docker", "ssh")
+_OURS: Final = ("local", "docker")
+_NOT_YET: Final = ("ssh",)
 
 
 def sandbox_names() -> tuple[str, ...]:
@@ -26,7 +26,7 @@ def make_sandbox(name: str, spec: SandboxSpec | None = None) -> Sandbox:
     """Make a sandbox that is not started yet.
 
     Args:
-        name: ``"local"``, or a name from the entry point group ``t1_env.sandboxes``.
+        name: ``"local"``, ``"docker"``, or a name from the entry point group ``t1_env.sandboxes``.
         spec: What to build; default ``SandboxSpec()``.
 
     Returns:
@@ -42,6 +42,10 @@ def make_sandbox(name: str, spec: SandboxSpec | None = None) -> Sandbox:
         from t1_env.sandbox.local import LocalSandbox
 
         return LocalSandbox(spec)
+    if name == "docker":
+        from t1_env.sandbox.docker import DockerSandbox
+
+        return DockerSandbox(spec)
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
             factory = point.load()
@@ -52,7 +56,7 @@ def make_sandbox(name: str, spec: SandboxSpec | None = None) -> Sandbox:
             raise SandboxError(f"sandbox {name!r} ({point.value}) returned {type(sandbox).__name__}, which is not a Sandbox")
         return sandbox
     if name in _NOT_YET:
-        raise SandboxUnavailable(f"sandbox {name!r}: this version runs the local sandbox only; use sandbox='local'")
+        raise SandboxUnavailable(f"sandbox {name!r}: not in this version; use one of {', '.join(_OURS)}")
     known = sandbox_names()
     close = difflib.get_close_matches(name, (*known, *_NOT_YET), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -13,9 +13,10 @@ import pytest
 from t1_env.errors import ConfigError, ImageBuildError, SandboxUnavailable
 from t1_env.sandbox import docker_images
 from t1_env.sandbox.base import ImageSource
+from t1_env.sandbox.docker_build import content_digest, line_of_instruction, line_of_step, protobuf_fields, replace_bases
 from t1_env.sandbox.docker_config import BASE_IMAGE_VARIABLE, IMAGE_VARIABLE, DockerConfig
 from t1_env.sandbox.docker_daemon import daemon_for
-from t1_env.sandbox.docker_images import content_digest, find_image, line_of_step, replace_bases
+from t1_env.sandbox.docker_images import find_image
 
 NO_REGISTRY = "127.0.0.1:1"  # nothing listens there, so that no test asks anybody outside this machine
 
@@ -35,6 +36,26 @@ def test_line_of_step(text, lines):
     assert [line_of_step(text, step) for step in range(1, len(lines) + 1)] == lines
     assert line_of_step(text, 0) is None
     assert line_of_step(text, len(lines) + 1) is None
+
+
+def test_line_of_instruction():
+    text = "FROM a\nRUN  echo one \\\n  two\nRUN <<END\necho x\nEND\n"
+    assert line_of_instruction(text, "RUN echo one   two") == 2
+    assert line_of_instruction(text, "RUN <<END (echo...)") is None
+    assert line_of_instruction(text, "") is None
+
+
+def test_protobuf_fields():
+    assert list(protobuf_fields(b"\x08\x96\x01\x12\x02hi\x1d\0\0\0\1\x21" + b"\0" * 8)) == [
+        (1, 150),
+        (2, b"hi"),
+        (3, b"\0\0\0\1"),
+        (4, b"\0" * 8),
+    ]
+    with pytest.raises(ValueError, match="kind"):
+        list(protobuf_fields(b"\x0b"))
+    with pytest.raises(IndexError):
+        list(protobuf_fields(b"\x08\x96"))
 
 
 def test_replace_bases_leaves_stages_and_everything_else_alone():
@@ -137,8 +158,8 @@ def test_a_dockerfile_is_built_by_the_daemon_and_its_settings_are_known(daemon, 
 @pytest.mark.docker
 def test_an_unchanged_directory_is_built_once_and_a_changed_one_again(daemon, build, tmp_path, monkeypatch):
     runs = []
-    original = docker_images._Build.run
-    monkeypatch.setattr(docker_images._Build, "run", lambda self: (runs.append(1), original(self))[1])
+    original = docker_images.Build.run
+    monkeypatch.setattr(docker_images.Build, "run", lambda self: (runs.append(1), original(self))[1])
     text = f"FROM x\nENV ID={uuid.uuid4().hex}\nCOPY file /file\n"
     first = build(text, file="one")
     source = ImageSource(environment_dir=tmp_path)
@@ -157,14 +178,14 @@ def test_an_unchanged_directory_is_built_once_and_a_changed_one_again(daemon, bu
 def test_threads_that_want_one_image_cause_one_build(daemon, tmp_path, monkeypatch):
     (tmp_path / "Dockerfile").write_text(f"FROM x\nENV ID={uuid.uuid4().hex}\n")
     runs, lock = [], threading.Lock()
-    original = docker_images._Build.run
+    original = docker_images.Build.run
 
     def counted(self):
         with lock:
             runs.append(1)
         return original(self)
 
-    monkeypatch.setattr(docker_images._Build, "run", counted)
+    monkeypatch.setattr(docker_images.Build, "run", counted)
     with ThreadPoolExecutor(8) as pool:
         images = list(pool.map(lambda _: find_image(daemon, ImageSource(environment_dir=tmp_path)), range(8)))
     daemon.api.remove_image(images[0].id, force=True)
@@ -189,6 +210,20 @@ def test_a_failed_build_names_the_line_and_the_reason(build, tmp_path, text, lin
     assert str(caught.value).startswith(f"{tmp_path / 'Dockerfile'}:{line}: ")
     for reason in reasons:
         assert reason in str(caught.value)
+
+
+@pytest.mark.docker
+def test_what_only_buildkit_understands_is_built_by_it(daemon, build, tmp_path):
+    if daemon.info["ServerVersion"].startswith(("17.", "18.", "19.")):
+        pytest.skip("this engine has no BuildKit")
+    text = f"FROM x\nRUN --mount=type=tmpfs,target=/scratch echo {uuid.uuid4().hex} >/made\nCOPY note /note\n"
+    (tmp_path / ".dockerignore").write_text("note-not-this\n*file\n")
+    image = build(text, note="hello")
+    assert daemon.api.inspect_image(image.id)["Config"]["Labels"]["t1.kind"] == "task-image"
+    with pytest.raises(ImageBuildError) as caught:
+        build("FROM x\n\nRUN --mount=type=tmpfs,target=/scratch echo loud \\\n && exit 3\n")
+    assert str(caught.value).startswith(f"{tmp_path / 'Dockerfile'}:3: ")
+    assert "loud" in str(caught.value)
 
 
 @pytest.mark.docker

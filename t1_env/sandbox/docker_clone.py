@@ -1,0 +1,137 @@
+"""Verification in a clone of a container: a commit of its files, run as a throw-away container of its own.
+
+Works with any daemon, also one far away. The agent's processes stand still while its files are committed; nothing of them is in the clone.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from t1_env.errors import ConfigError, SandboxDied, SandboxError, TransportLost
+from t1_env.sandbox import checks
+from t1_env.sandbox.base import CloneResult, SandboxSpec
+from t1_env.sandbox.docker_container import Container, Order, archive_of, remove_image
+from t1_env.sandbox.docker_daemon import Daemon
+from t1_env.sandbox.docker_stream import AttachStream
+
+_MAX_RESULT_BYTES: Final = 1 << 27
+_FORBIDDEN: Final = ("proc", "dev", "sys", ".t1")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One function to call in a clone.
+
+    Args:
+        entry: ``"package.module:function"``.
+        payload: Its argument.
+        mounts: Absolute path in the clone -> host path.
+        timeout_s: Limit from the moment the agent's files are committed.
+        env: Whole environment of the call.
+        command: What makes the container's first process answer a request.
+        runtime_volume: Where that comes from.
+        volumes: Paths of the agent's container that a commit leaves out.
+    """
+
+    entry: str
+    payload: Any
+    mounts: Mapping[str, Path]
+    timeout_s: float
+    env: Mapping[str, str]
+    command: Sequence[str]
+    runtime_volume: str
+    volumes: Sequence[str] = ()
+
+
+def call_in_clone(daemon: Daemon, container: Container, spec: SandboxSpec, call: Call) -> CloneResult:
+    """Call a function in a clone of a container as it stands.
+
+    Args:
+        daemon: Where.
+        container: The agent's; it stands still while its files are committed.
+        spec: Limits of the clone, which are those of the sandbox.
+        call: What to call.
+
+    Returns:
+        What it returned; ``error`` if the clone could not be made, the function raised or ran out of time.
+
+    Raises:
+        ConfigError: A mount cannot be made.
+        SandboxDied: The agent's container is gone.
+        TransportLost: The daemon does not answer.
+    """
+    archives = _archives(call.mounts)
+    started = time.monotonic()
+    clone: Container | None = None
+    image = ""
+    try:
+        with daemon.start_slot():
+            image = container.commit("clone-commit")
+            order = Order(
+                image=image,
+                command=call.command,
+                spec=spec,
+                kind="clone",
+                runtime_volume=call.runtime_volume,
+                fresh=[*call.mounts, *call.volumes],
+                user="0:0",
+            )
+            clone = Container(daemon, order)
+            for target, archive in archives.items():
+                clone.put(posixpath.dirname(target), archive)
+            for path in call.volumes:
+                clone.put(posixpath.dirname(path), container.fetch(path))
+            stream = clone.start()
+        result, error = _converse(stream, clone, call)
+    except (SandboxDied, TransportLost):
+        raise
+    except SandboxError as failure:
+        result, error = None, f"the clone could not be made: {failure}"
+    finally:
+        if clone is not None:
+            clone.remove()
+        if image:
+            remove_image(daemon, image)
+    return CloneResult(result, time.monotonic() - started, error)
+
+
+def _converse(stream: AttachStream, clone: Container, call: Call) -> tuple[Any, str | None]:
+    request = {"entry": call.entry, "payload": call.payload, "env": dict(call.env), "workdir": clone.workdir}
+    with stream.limited(call.timeout_s):
+        try:
+            stream.send(json.dumps(request).encode("ascii") + b"\n")
+            data = bytearray()
+            while not data.endswith(b"\n") and (part := stream.receive()):
+                data += part
+                if len(data) > _MAX_RESULT_BYTES:
+                    return None, f"{call.entry} returned more than {_MAX_RESULT_BYTES >> 20} MiB"
+        except TransportLost:
+            if clone.running():
+                raise
+            data = bytearray()
+    if stream.expired:
+        return None, f"{call.entry} ran out of time ({call.timeout_s:.3g} s) and was killed"
+    if not data.endswith(b"\n"):
+        said = stream.stderr.strip()[-2000:]
+        return None, f"{call.entry} ended without a result" + (f"; it said: {said}" if said else "")
+    answer = json.loads(data)
+    return answer.get("payload"), answer.get("error")
+
+
+def _archives(mounts: Mapping[str, Path]) -> dict[str, bytes]:
+    archives = {}
+    for target, source in mounts.items():
+        checks.check_path(target)
+        parts = [part for part in target.split("/") if part]
+        if not parts or parts[0] in _FORBIDDEN or ".." in parts:
+            raise ConfigError(f"cannot mount at {target!r} in a clone: give an absolute path outside /proc, /dev, /sys and /.t1")
+        if not source.exists():
+            raise ConfigError(f"run_in_clone: mounts[{target!r}] = {str(source)!r} does not exist on the host")
+        archives[target] = archive_of(source.resolve(), posixpath.basename(posixpath.normpath(target)))
+    return archives
