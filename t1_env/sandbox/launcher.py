@@ -41,6 +41,23 @@ main(config["fd"], config)
 
 
 @dataclass(slots=True)
+class Program:
+    """How this very interpreter is started again; an outpost that brought its own sets it before the first sandbox starts.
+
+    Args:
+        command: Start of a command line: the interpreter, perhaps with its loader before it. Empty for ``sys.executable``.
+        executable: One file that is the interpreter, for programs that want ``sys.executable``. Empty for the real ``sys.executable``.
+    """
+
+    command: tuple[str, ...] = ()
+    executable: str = ""
+
+
+PROGRAM: Final = Program()
+"""The one of this process."""
+
+
+@dataclass(slots=True)
 class _Zygote:
     process: subprocess.Popen[bytes]
     sock: socket.socket
@@ -113,7 +130,7 @@ class Launcher:
         config = {**zygote_config(), "fd": theirs.fileno(), "owner": owner.owner_id()}
         try:
             process = subprocess.Popen(
-                [config["python"], "-I", "-S", "-c", _BOOTSTRAP, json.dumps(config)],
+                [*config["python"], "-I", "-S", "-c", _BOOTSTRAP, json.dumps(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -124,7 +141,7 @@ class Launcher:
             )
         except OSError as error:
             ours.close()
-            raise SandboxUnavailable(f"the local sandbox cannot start its launcher ({config['python']}): {error.strerror}") from error
+            raise SandboxUnavailable(f"the local sandbox cannot start its launcher ({config['python'][0]}): {error.strerror}") from error
         finally:
             theirs.close()
         try:
@@ -166,10 +183,10 @@ def zygote_config() -> dict[str, Any]:
     return {
         "path": path,
         "package": str(_PACKAGE),
-        "python": sys.executable or getattr(sys, "_base_executable", ""),
+        "python": PROGRAM.command or (sys.executable or getattr(sys, "_base_executable", ""),),
         "roots": roots,
         "hidden": [str(tasks)] if (tasks := _PACKAGE / "_tasks").is_dir() else [],
-        "executable": str(Path(sys.executable).resolve()),
+        "executable": PROGRAM.executable or str(Path(sys.executable).resolve()),
     }
 
 

@@ -25,7 +25,7 @@ def _boot() -> None:
         call()
     from t1_env.sandbox.outpost.server import main
 
-    main(sys.argv[1:])
+    main(sys.argv[1:], root)
 
 
 if __name__ == "__main__":

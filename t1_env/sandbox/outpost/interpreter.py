@@ -72,9 +72,6 @@ def package_members(*, compiled: bool, scratch: Path | None) -> Iterator[Member]
     """
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
-        if spec is not None and not spec.submodule_search_locations and str(spec.origin).endswith(".py"):  # a single file
-            yield from _python_file(Path(str(spec.origin)), f"{layout.PACKAGES}/{name}.py", scratch if compiled else None)
-            continue
         if spec is None or not spec.submodule_search_locations:
             raise SandboxUnavailable(f"the package {name!r} is not installed as files; install T1 again: python -m pip install t1-terminal")
         top = Path(spec.submodule_search_locations[0])
@@ -117,7 +114,9 @@ def interpreter_members(scratch: Path) -> list[Member]:
     loader = _loader_of(binary)
     standard = Path(sysconfig.get_path("stdlib")).resolve()
     inside = f"{sys.platlibdir}/python{sys.version_info.major}.{sys.version_info.minor}"
-    members = [Member(layout.INTERPRETER, binary, 0o755), Member(layout.LOADER, loader, 0o755)]
+    script = scratch / "python"
+    script.write_text(layout.SCRIPT_TEXT, encoding="ascii")
+    members = [Member(layout.INTERPRETER, binary, 0o755), Member(layout.LOADER, loader, 0o755), Member(layout.SCRIPT, script, 0o755)]
     extensions: list[Path] = []
     for path in sorted(standard.rglob("*.py")):
         relative = path.relative_to(standard)

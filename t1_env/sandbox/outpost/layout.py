@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Final
 
 BOOT: Final = "boot.py"
@@ -11,6 +10,14 @@ PACKAGES: Final = "site-packages"
 LOADER: Final = "lib/ld.so"
 LIBRARIES: Final = "lib"
 INTERPRETER: Final = "bin/python3"
+SCRIPT: Final = "bin/python"
+
+SCRIPT_TEXT: Final = """\
+#!/bin/sh
+# The interpreter of this runtime as one file: started with its own loader and libraries, so that it needs nothing of the system's.
+here=${0%/*}
+exec "$here/../lib/ld.so" --library-path "$here/../lib" "$here/python3" "$@"
+"""
 
 # No user site, no environment, no site customisation; UTF-8 whatever the locale.
 FLAGS: Final = ("-I", "-S", "-X", "utf8")
@@ -25,16 +32,11 @@ def interpreter_command(root: str, python: str | None) -> list[str]:
     """
     if python is not None:
         return [python]
-    loader = [os.path.join(root, LOADER), "--inhibit-cache", "--library-path", os.path.join(root, LIBRARIES)]
-    return [*loader, os.path.join(root, INTERPRETER)]
+    return [os.path.join(root, LOADER), "--library-path", os.path.join(root, LIBRARIES), os.path.join(root, INTERPRETER)]
 
 
-def far_interpreter(root: str) -> list[str]:
-    """At the far side: the start of a command line that runs this very interpreter."""
-    own = os.path.exists(os.path.join(root, LOADER))
-    return interpreter_command(root, None if own else sys.executable)
-
-
-def far_command(root: str) -> list[str]:
-    """At the far side: the command line that starts this very program, to which arguments are appended."""
-    return [*far_interpreter(root), *FLAGS, os.path.join(root, BOOT)]
+def own_interpreter(root: str) -> tuple[list[str], str] | None:
+    """At the far side: how to start the runtime's own interpreter, as a command and as one file; None if it has none."""
+    if not os.path.exists(os.path.join(root, LOADER)):
+        return None
+    return interpreter_command(root, None), os.path.join(root, SCRIPT)

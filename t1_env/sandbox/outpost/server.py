@@ -16,8 +16,9 @@ import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from t1_env.sandbox import syscalls
+from t1_env.sandbox import launcher, syscalls
 from t1_env.sandbox.base import SandboxSpec
+from t1_env.sandbox.outpost import layout
 from t1_env.sandbox.outpost.children import Children
 from t1_env.sandbox.outpost.conversation import Conversation
 from t1_env.sandbox.outpost.native import NativeSandbox
@@ -34,12 +35,16 @@ _COPY_BYTES: Final = 1 << 18
 _BACKLOG: Final = 4
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
+def main(arguments: Sequence[str], root: str) -> NoReturn:
     """Be an outpost; never returns.
 
     Args:
         arguments: The command line, without the program.
+        root: Where the runtime lies.
     """
+    own = layout.own_interpreter(root)
+    if own is not None:
+        launcher.PROGRAM.command, launcher.PROGRAM.executable = tuple(own[0]), own[1]
     options = _parse(arguments)
     if options.attach is not None:
         _attach(options.attach)
