@@ -28,6 +28,7 @@ LOGGER: Final = "t1_env.ssh"
 
 _SEND_LIMIT_S: Final = 60.0
 _END_NEWS_S: Final = 0.25
+_POLL_S: Final = 0.005
 _JOIN_LIMIT_S: Final = 2.0
 _DROPPED_TRIES: Final = 4
 _RECEIVE_BYTES: Final = 1 << 18
@@ -85,7 +86,7 @@ class ChannelStream:
             self._drain_errors()
             if data:
                 return data
-            if self._closed or not self._connection.lost(_END_NEWS_S):
+            if self._has_ended():
                 return b""
             raise TransportLost(f"the SSH connection to {self._connection.address} is gone: {self._connection.reason or 'it ended'}")
 
@@ -110,6 +111,16 @@ class ChannelStream:
         self._closed = True
         self._channel.lock = threading.Lock()  # a thread that there is none of here may have held it
         self._connection.abandon()
+
+    def _has_ended(self) -> bool:
+        """At the end of the stream: whether the program has ended, or the stream was closed here; False if the connection was lost."""
+        deadline = time.monotonic() + _END_NEWS_S
+        while not self._closed and self._channel.exit_status < 0:
+            # A killed program has no status; its channel is closed then, but the news of that look like those of a lost connection.
+            if self._connection.lost() or time.monotonic() >= deadline:
+                return not self._connection.lost()
+            time.sleep(_POLL_S)
+        return True
 
     def _drain_errors(self) -> None:
         while self._channel.recv_stderr_ready():
@@ -155,7 +166,7 @@ class Connection:
             except paramiko.ChannelException as error:
                 reason, lost = f"refuses a session ({error.text}); does its MaxSessions or a forced command forbid it?", False
             except (paramiko.SSHException, OSError, EOFError) as error:
-                reason, lost = self.reason or str(error), self.lost(0.0)
+                reason, lost = self.reason or str(error), self.lost()
         if late.is_set():
             raise TransportLost(f"the SSH server {self.address} did not start a program within {self._limit_s:.0f} s")
         if lost:
@@ -188,16 +199,9 @@ class Connection:
         error = self._transport.saved_exception
         return "the server hung up" if isinstance(error, EOFError) else str(error) if error is not None else ""
 
-    def lost(self, patience_s: float) -> bool:
-        """Whether the connection is gone; waits a little, because the news of a channel's end travel ahead of those of the connection's."""
-        deadline = time.monotonic() + patience_s
-        while self._transport.is_active():
-            if self._transport.saved_exception is not None:
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.01)
-        return True
+    def lost(self) -> bool:
+        """Whether the connection is gone."""
+        return not self._transport.is_active() or self._transport.saved_exception is not None
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's connection without a word to the server."""

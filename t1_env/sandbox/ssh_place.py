@@ -25,6 +25,8 @@ _UPLOAD_LIMIT_S: Final = 600.0
 _GRACE_MARGIN_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 4.0
+_KEPT_DAYS: Final = 30
+"""A runtime that no sandbox used for so long is removed when a new one arrives."""
 _COPY_BYTES: Final = 1 << 20
 
 
@@ -72,7 +74,9 @@ class Place:
             start = quote(runtime.command(root, *arguments, "--listen", _SOCKET, python=found.python))
             self._attach = go + quote(runtime.command(root, "--attach", _SOCKET, python=found.python))
             self._label = f"{directory}/{LABEL}"
-            return shell.become(f"mkdir {quote([directory, f'{directory}/home', f'{directory}/tmp'])} && {go}{start}")
+            return shell.become(
+                f"touch {quote([root])}; mkdir {quote([directory, f'{directory}/home', f'{directory}/tmp'])} && {go}{start}"
+            )
         except BaseException:
             connection.close()
             raise
@@ -169,7 +173,10 @@ class Place:
         complete = said.get("sum", "").startswith(runtime.digest) and said.get("unpacked") == "1"
         if complete:
             # mv moves *into* a directory that is there already: then another sandbox was first, and ours goes.
-            shell.ask(f"mv {private} {root} 2> /dev/null; rm -rf {private} {root}/{os.path.basename(private)}")
+            shell.ask(
+                f"mv {private} {root} 2> /dev/null; rm -rf {private} {root}/{os.path.basename(private)}; "
+                f"find {os.path.dirname(root)} -mindepth 1 -maxdepth 1 -mtime +{_KEPT_DAYS} -exec rm -rf {{}} + 2> /dev/null"
+            )
             return
         shell.ask(f"rm -rf {private}")
         problem = said.get("problem") or f"the digest over there is {said.get('sum', 'missing')!r}, expected {runtime.digest}"

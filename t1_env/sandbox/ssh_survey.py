@@ -31,6 +31,9 @@ _CHECK: Final = (
 _ABANDONED_S: Final = 3600
 """A directory without a living outpost whose owner cannot be seen is left alone for this long."""
 
+_pythons: Final[dict[SshConfig, str]] = {}
+"""The Python that was found on each server: finding it is half the time of a survey."""
+
 
 @dataclass(frozen=True, slots=True)
 class Episode:
@@ -85,11 +88,13 @@ def survey(shell: FarShell, config: SshConfig, *, python: bool = True) -> Survey
     rest = config.remote_dir.removeprefix("~")
     directory = f'"$HOME"{quote([rest]) if rest else ""}' if config.remote_dir.startswith("~") else quote([config.remote_dir])
     wanted = () if not python or config.runtime == "complete" else (config.python,) if config.python else _CANDIDATES
+    known = _pythons.get(config) if wanted else None
     lines = (
         f"umask 077; {ALIVE}; echo system=$(uname -s); echo machine=$(uname -m); directory={directory}",
         f'problem=$(mkdir -p "$directory/{EPISODES}" "$directory/{RUNTIMES}" 2>&1); echo "problem=$problem"',
         f'cd "$directory" 2> /dev/null && echo "directory=$(pwd -P)" && [ -O . ] && [ -w {EPISODES} ] && echo usable=1',
-        f"for python in {quote(wanted)}",
+        f'python={quote([known or ""])}; [ -x "$python" ] && echo "python=$python"',
+        f"for python in {quote(() if known else wanted)}",
         f'do found=$("$python" -I -S -c {quote([_CHECK])} 2> /dev/null < /dev/null)',
         '[ -n "$found" ] && echo "python=$found" && break; done',
         f'for entry in {RUNTIMES}/*; do [ -f "$entry/boot.py" ] && echo "runtime:${{entry#*/}}=1"; done',
@@ -98,6 +103,11 @@ def survey(shell: FarShell, config: SshConfig, *, python: bool = True) -> Survey
         'echo "episode:${entry#*/}=$state"; done; cd /',
     )
     said = shell.ask("; ".join(lines))
+    if known and not said.get("python"):  # it was there before, for another sandbox
+        _pythons.pop(config, None)
+        return survey(shell, config)
+    if said.get("python"):
+        _pythons[config] = said["python"]
     if said.get("system") != "Linux":
         raise SandboxUnavailable(f"an SSH sandbox needs Linux at the far side; {config.host} says it is {said.get('system')!r}")
     if said.get("usable") != "1":
