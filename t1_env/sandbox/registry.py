@@ -6,14 +6,13 @@ import difflib
 from importlib import metadata
 from typing import Final
 
-from t1_env.errors import ConfigError, SandboxError, SandboxUnavailable
+from t1_env.errors import ConfigError, SandboxError
 from t1_env.sandbox.base import Sandbox, SandboxSpec
 
 ENTRY_POINT_GROUP: Final = "t1_env.sandboxes"
 """An entry point here names a callable that takes a ``SandboxSpec`` and returns a ``Sandbox`` that is not started."""
 
-_OURS: Final = ("local", "docker")
-_NOT_YET: Final = ("ssh",)
+_OURS: Final = ("local", "docker", "ssh")
 
 
 def sandbox_names() -> tuple[str, ...]:
@@ -26,7 +25,7 @@ def make_sandbox(name: str, spec: SandboxSpec | None = None) -> Sandbox:
     """Make a sandbox that is not started yet.
 
     Args:
-        name: ``"local"``, ``"docker"``, or a name from the entry point group ``t1_env.sandboxes``.
+        name: ``"local"``, ``"docker"``, ``"ssh"``, or a name from the entry point group ``t1_env.sandboxes``.
         spec: What to build; default ``SandboxSpec()``.
 
     Returns:
@@ -34,7 +33,6 @@ def make_sandbox(name: str, spec: SandboxSpec | None = None) -> Sandbox:
 
     Raises:
         ConfigError: Nothing has this name, or the sandbox cannot be what the specification asks.
-        SandboxUnavailable: The name is known but this version or machine cannot run it.
         SandboxError: A third-party sandbox could not be loaded.
     """
     spec = spec if spec is not None else SandboxSpec()
@@ -46,6 +44,10 @@ def make_sandbox(name: str, spec: SandboxSpec | None = None) -> Sandbox:
         from t1_env.sandbox.docker import DockerSandbox
 
         return DockerSandbox(spec)
+    if name == "ssh":
+        from t1_env.sandbox.ssh import SshSandbox
+
+        return SshSandbox(spec)
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
             factory = point.load()
@@ -55,9 +57,7 @@ def make_sandbox(name: str, spec: SandboxSpec | None = None) -> Sandbox:
         if not isinstance(sandbox, Sandbox):
             raise SandboxError(f"sandbox {name!r} ({point.value}) returned {type(sandbox).__name__}, which is not a Sandbox")
         return sandbox
-    if name in _NOT_YET:
-        raise SandboxUnavailable(f"sandbox {name!r}: not in this version; use one of {', '.join(_OURS)}")
     known = sandbox_names()
-    close = difflib.get_close_matches(name, (*known, *_NOT_YET), n=1)
+    close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ConfigError(f"unknown sandbox {name!r}: expected one of {', '.join(known)}{hint}")
