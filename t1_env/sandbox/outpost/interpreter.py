@@ -72,6 +72,9 @@ def package_members(*, compiled: bool, scratch: Path | None) -> Iterator[Member]
     """
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
+        if spec is not None and not spec.submodule_search_locations and str(spec.origin).endswith(".py"):  # a single file
+            yield from _python_file(Path(str(spec.origin)), f"{layout.PACKAGES}/{name}.py", scratch if compiled else None)
+            continue
         if spec is None or not spec.submodule_search_locations:
             raise SandboxUnavailable(f"the package {name!r} is not installed as files; install T1 again: python -m pip install t1-terminal")
         top = Path(spec.submodule_search_locations[0])
