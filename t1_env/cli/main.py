@@ -54,6 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
     commands.add_parser("doctor", help="say which sandboxes this machine can run and what to install for the others")
+    reap = commands.add_parser("reap", help="remove what killed runs left behind", description=_REAP_HELP)
+    reap.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    reap.add_argument("--all", action="store_true", help="list also what stays: in use, or of an owner that cannot be seen from here")
+    reap.add_argument("--ssh", action="store_true", help="look also at the configured SSH server")
     _add_tasks(commands)
     play = commands.add_parser("play", help="play a task yourself", description=_PLAY_HELP)
     _add_episode_arguments(play)
@@ -64,6 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.commands = tuple(commands.choices)
     return parser
 
+
+_REAP_HELP = """Remove processes, cgroups, temporary directories, containers and committed images of runs whose process is gone. What is
+in use, made by something else, or made on another machine stays. Sandboxes look too when they first start; this looks everywhere."""
 
 _PLAY_HELP = """Type a command line to run it. Lines that start with a colon drive the episode: ':submit' ends it (so does end of input),
 ':keys C-c' sends keystrokes, ':screen' shows the terminal, ':quit' leaves without submitting."""
@@ -157,6 +164,10 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         from t1_env.cli.doctor import doctor
 
         return doctor()
+    if arguments.command == "reap":
+        from t1_env.cli.reap import reap
+
+        return reap(dry_run=arguments.dry_run, ssh=arguments.ssh, show_kept=arguments.all)
     if arguments.command == "tasks" and arguments.action == "list":
         from t1_env.cli.tasks import list_command
 
