@@ -22,6 +22,7 @@ from t1_env.sandbox.local import SandboxFileError
 from t1_env.sandbox.outpost import scan, transfer
 from t1_env.sandbox.outpost.children import Children, kill_descendants, kill_session
 from t1_env.sandbox.process import LocalProcess, drain, read_ready
+from t1_env.sandbox.reaper import remove_tree
 
 _KILL_TIMEOUT_S: Final = 5.0
 _PID_OF_INIT: Final = 1
@@ -48,13 +49,16 @@ class NativeSandbox:
         self._alive = False
         self._root_fd = -1
         self._env: dict[str, str] = {}
+        self._made: str | None = None
 
     def start(self) -> None:
         """Make the working directory."""
         self._root_fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._env = {**_own_environment(), **self.spec.env}
+        missing = _topmost_missing(self.spec.workdir)
         try:
             os.makedirs(self.spec.workdir, exist_ok=True)
+            self._made = missing
         except OSError as error:
             raise SandboxError(f"cannot make the working directory {self.spec.workdir!r} in the sandbox: {error.strerror}") from error
         self._alive = True
@@ -211,10 +215,12 @@ class NativeSandbox:
         kill_descendants()
 
     def close(self) -> None:
-        """Kill every process that was started here. Idempotent."""
+        """Kill every process that was started here, and remove the working directory if it was made for this sandbox. Idempotent."""
         if self._alive:
             self._alive = False
             self.kill_all()
+            if self._made is not None and os.getpid() != _PID_OF_INIT:  # a container goes with all its files
+                remove_tree(self._made)
 
 
 class NotExecuted(LocalProcess):
@@ -249,6 +255,14 @@ def _own_environment() -> dict[str, str]:
     user, home = os.environ.get("USER") or os.environ.get("LOGNAME"), os.environ.get("HOME")
     account = {} if user is None else {"USER": user, "LOGNAME": user}
     return {**BASE_ENV, **account, **({} if home is None else {"HOME": home})}
+
+
+def _topmost_missing(path: str) -> str | None:
+    """The first of a path and its parents, from the top, that does not exist; None if all do."""
+    missing = None
+    while not os.path.lexists(path):
+        path, missing = os.path.dirname(path), path
+    return missing
 
 
 def _memory_file(data: bytes) -> int:
