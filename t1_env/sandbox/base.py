@@ -49,7 +49,7 @@ class SandboxSpec:
         workdir: Absolute working directory inside the sandbox; created if missing.
         env: Variables every process starts with, on top of a small fixed base. Nothing is inherited from the host.
         hostname: Fixed, so that transcripts are deterministic.
-        memory_mb: Memory limit of the whole sandbox in MiB, or None.
+        memory_mb: Memory limit of all processes together in MiB, or None; what files take is bounded by ``storage_mb``.
         storage_mb: Size limit of everything the sandbox writes, in MiB.
         max_processes: Limit on processes and threads.
         cpus: CPU share, fractional allowed, or None.

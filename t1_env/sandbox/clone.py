@@ -67,6 +67,7 @@ class CloneRequest:
         stack: What the sandbox's root started from.
         limits: Bounds.
         memory_is_bounded: Whether a cgroup bounds memory.
+        processes_are_bounded: Whether a cgroup bounds the number of processes.
     """
 
     entry: str
@@ -78,6 +79,7 @@ class CloneRequest:
     stack: stacking.Stack
     limits: limits.Limits
     memory_is_bounded: bool
+    processes_are_bounded: bool
 
 
 def import_warm(name: str) -> ModuleType:
@@ -129,6 +131,8 @@ def run_clone(request: CloneRequest, template: rootfs.Template, interpreter: Int
 def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interpreter) -> None:
     root = template.clone_root
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+    if not request.processes_are_bounded:
+        limits.bound_pid_namespace(request.limits.max_processes)
     stacking.build_clone_root(template, request.stack, storage_mb=request.limits.storage_mb)
     rootfs.mount_kernel_filesystems(root)
     _mount_library(root, interpreter)

@@ -114,18 +114,23 @@ class Keeper:
         os.close(report_write)
         with os.fdopen(report_read, "rb") as stream:
             report = stream.read()
-        if report != b"ok":
+        verdict, _, gained = report.partition(b" ")
+        if verdict != b"ok":
             code, _, text = report.decode("utf-8", "replace").partition(" ")
             raise OSError(int(code or 0), text or "pid 1 ended at once", "pid 1 of the sandbox")
-        capabilities = {"clone", "fork", "freeze", "storage_limit", "network_off", *self._cgroup.capabilities}
-        if not config.privileged:
-            capabilities.add("process_limit")  # RLIMIT_NPROC holds for everybody but root
+        capabilities = {"clone", "fork", "freeze", "storage_limit", "network_off", *self._cgroup.capabilities, *gained.decode().split()}
+        if self._is_bounded(self._cgroup):
+            capabilities.add(limits.PROCESSES)
         if seccomp.available():
             capabilities.add(seccomp.CAPABILITY)
         pidfd = os.pidfd_open(os.getpid())
         wire.send(self._sock, {"capabilities": sorted(capabilities)}, [host_end.fileno(), pidfd])
         host_end.close()
         os.close(pidfd)
+
+    def _is_bounded(self, cgroup: limits.Cgroup) -> bool:
+        """Whether the number of processes is bounded: by a cgroup, or by RLIMIT_NPROC, which holds for everybody but root."""
+        return limits.PROCESSES in cgroup.capabilities or not self._config.privileged
 
     def _build_root(self) -> None:
         config, spec = self._config, self._config.spec
@@ -151,6 +156,7 @@ class Keeper:
         handlers: Mapping[str, Callable[[wire.Message, list[int]], tuple[wire.Message, list[int]]]] = {
             "put": self._put,
             "put_tree": self._put_tree,
+            "mkdir": self._mkdir,
             "get": self._get,
             "generation": self._generation,
             "system_changes": self._system_changes,
@@ -186,9 +192,12 @@ class Keeper:
         spec, procs_fds = self._config.spec, self._cgroup.procs_fds
         syscalls.close_all_except([*(sock.fileno() for sock in socks), report_fd, *procs_fds])
         root = self._config.template.root
+        report = b"ok"
         try:
             syscalls.set_process_name("t1-init")
             syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+            if not self._is_bounded(self._cgroup) and limits.bound_pid_namespace(self._config.limits.max_processes):
+                report = f"ok {limits.PROCESSES}".encode()
             rootfs.mount_kernel_filesystems(root)
             rootfs.seal_dev(root)
             syscalls.enter_root(root)
@@ -200,13 +209,13 @@ class Keeper:
         except OSError as error:
             os.write(report_fd, f"{error.errno or 0} {error.strerror}: {error.filename}".encode())
             os._exit(1)
-        os.write(report_fd, b"ok")
+        os.write(report_fd, report)
         os.close(report_fd)
         config = InitConfig(
             env=self._config.env,
             workdir=spec["workdir"],
             limits=self._config.limits,
-            memory_is_bounded="memory_limit" in self._cgroup.capabilities,
+            memory_is_bounded=limits.MEMORY in self._cgroup.capabilities,
             procs_fds=procs_fds,
         )
         run_init(socks, config)
@@ -223,7 +232,13 @@ class Keeper:
 
     def _put_tree(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
         left_out = frozenset(request.get("left_out", ()))
-        files.write_tree(self._root_fd, request["dest"], request["source"], owner=_owner(request), left_out=left_out)
+        files.write_tree(
+            self._root_fd, request["dest"], request["source"], owner=_owner(request), left_out=left_out, mode=request.get("mode")
+        )
+        return {}, []
+
+    def _mkdir(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
+        files.make_directories(self._root_fd, request["dest"], owner=_owner(request))
         return {}, []
 
     def _get(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
@@ -277,7 +292,8 @@ class Keeper:
             hostname=spec["hostname"],
             stack=config.stack,
             limits=config.limits,
-            memory_is_bounded="memory_limit" in self._clone_cgroup.capabilities,
+            memory_is_bounded=limits.MEMORY in self._clone_cgroup.capabilities,
+            processes_are_bounded=self._is_bounded(self._clone_cgroup),
         )
         started = time.monotonic()
         deadline = started + request["timeout_s"]

@@ -8,6 +8,7 @@ process. ``Cgroup.capabilities`` says which bounds are real.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ _FREEZE_TIMEOUT_S: Final = 5.0
 _REMOVE_TIMEOUT_S: Final = 2.0
 _CPU_PERIOD_US: Final = 100_000
 _MAX_OPEN_FILES: Final = 4096
+_RESERVED_PIDS: Final = 300
 _EXTRA_PROCESSES: Final = 4  # the keeper, pid 1 and a clone's first processes count against the same user
 
 
@@ -156,9 +158,38 @@ def apply_rlimits(limits: Limits, *, memory_is_bounded: bool) -> None:
         _lower(resource.RLIMIT_DATA, limits.memory_mb << 20)
 
 
+def bound_pid_namespace(max_processes: int) -> bool:
+    """Bound the processes of the calling process's own pid namespace: what is left for root where cgroups are closed.
+
+    ``RLIMIT_NPROC`` does not hold for the machine's root. Since Linux 6.14 every pid namespace has a largest pid of its own. The kernel
+    keeps the first 300 numbers back once they have been used, so up to 300 more processes than asked for may run.
+
+    Args:
+        max_processes: As ``SandboxSpec.max_processes``.
+
+    Returns:
+        Whether they are bounded now; False on an older kernel, where the setting would be the whole machine's.
+    """
+    return _kernel_version() >= (6, 14) and try_write("/proc/sys/kernel/pid_max", str(_RESERVED_PIDS + max_processes + _EXTRA_PROCESSES))
+
+
+def _kernel_version() -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
 def prefer_as_victim() -> None:
     """Have the kernel kill this process and its children first when their cgroup runs out of memory; the keeper shares a clone's."""
     try_write("/proc/self/oom_score_adj", "500")
+
+
+def _memory_bytes(limits: Limits) -> int:
+    """What a memory cgroup may hold: it counts the sandbox's files too, which lie in memory.
+
+    Bounded by ``memory_mb`` alone, an agent that writes large files would lose its shell, and every new one, instead of being told that
+    the disk is full.
+    """
+    return ((limits.memory_mb or 0) + limits.storage_mb) << 20
 
 
 def _create_v1(cgroup: Cgroup, controller: str, directory: str, limits: Limits) -> None:
@@ -169,7 +200,7 @@ def _create_v1(cgroup: Cgroup, controller: str, directory: str, limits: Limits) 
         cgroup.procs_fds.append(os.open(f"{directory}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
         cgroup.homes.append(f"{os.path.dirname(directory)}/cgroup.procs")
     if controller == "memory" and limits.memory_mb is not None:
-        size = str(limits.memory_mb << 20)
+        size = str(_memory_bytes(limits))
         if try_write(f"{directory}/memory.limit_in_bytes", size):
             try_write(f"{directory}/memory.memsw.limit_in_bytes", size)
             cgroup.capabilities.add(MEMORY)
@@ -211,7 +242,7 @@ def _create_v2(cgroup: Cgroup, parents: tuple[str, ...], name: str, limits: Limi
 def _set_v2(directory: str, limits: Limits) -> set[str]:
     """Write the bounds; returns which of them hold. ``memory.oom.group`` stays 0: running out of memory kills the culprit alone."""
     holds = set()
-    if limits.memory_mb is not None and try_write(f"{directory}/memory.max", str(limits.memory_mb << 20)):
+    if limits.memory_mb is not None and try_write(f"{directory}/memory.max", str(_memory_bytes(limits))):
         try_write(f"{directory}/memory.swap.max", "0")
         holds.add(MEMORY)
     if try_write(f"{directory}/pids.max", str(limits.max_processes)):
