@@ -38,6 +38,7 @@ class RemoteShell:
         self._screen: bytes | None = None
         self._cursor: tuple[int, int] | None = None
         self._looked = False
+        self._log = (0, 0)
 
     def start(self) -> None:
         """Start the shell and wait until it answers; see ``BashEngine.start``."""
@@ -99,6 +100,20 @@ class RemoteShell:
         """Change the size of the terminal."""
         self._ask("shell.resize", 0, rows=rows, cols=cols)
 
+    @property
+    def log_start(self) -> int:
+        """Offset of the first byte of the log that is still kept."""
+        return self._log[0]
+
+    @property
+    def log_size(self) -> int:
+        """How many bytes the terminal had printed when the last step returned."""
+        return self._log[1]
+
+    def log(self, offset: int, size: int) -> bytes:
+        """Bytes of the log, which is kept over there; see ``ShellEngine.log``."""
+        return self._client.request("shell.log", sandbox=self._sandbox, shell=self._live(), offset=offset, size=size)[1]
+
     # ----------------------------------------------------------------------------------------------------------------------- steps
     def run(self, text: str, timeout_s: float | None = None) -> ShellResult:
         """Run a command; see ``BashEngine.run``."""
@@ -148,6 +163,7 @@ class RemoteShell:
         self._state = ShellState(header["state"])
         self._cwd = header["cwd"]
         self._size = (header["size"][0], header["size"][1])
+        self._log = (header["log"][0], header["log"][1])
         self._screen = screen_from_blob(blob) if screen else None
         self._cursor = (header["cursor"][0], header["cursor"][1]) if screen else None
         return header

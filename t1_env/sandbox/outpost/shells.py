@@ -53,19 +53,27 @@ class HostedShell:
                 self._engine.resize(request["rows"], request["cols"])
             case "shell.screen":
                 pass
+            case "shell.log":
+                return {}, self._engine.log(request["offset"], request["size"])
             case "shell.close":
                 self._engine.close()
                 self.strand.end()
                 return {}, b""
             case operation:
                 raise SandboxError(f"unknown request {operation!r}")
-        header: Header = {"state": self._engine.state.value, "cwd": self._engine.cwd, "size": self._engine.size}
+        engine = self._engine
+        header: Header = {
+            "state": engine.state.value,
+            "cwd": engine.cwd,
+            "size": engine.size,
+            "log": (engine.log_start, engine.log_size),
+        }
         if result is not None:
             header["result"] = records.shell_result_to_json(result)
         if not request.get("screen"):
             return header, b""
         # Drawing the screen takes the other side's time too, so it is done only for those who look at it.
-        return {**header, "cursor": self._engine.cursor}, zlib.compress(self._engine.screen_codes(), _COMPRESSION)
+        return {**header, "cursor": engine.cursor}, zlib.compress(engine.screen_codes(), _COMPRESSION)
 
     def end(self) -> None:
         """Close the engine, after the step that is running, and end its thread."""
