@@ -7,16 +7,17 @@ import itertools
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from t1_env._version import __version__
 from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable, T1Error, TransportLost
 from t1_env.sandbox.outpost import records
 from t1_env.sandbox.outpost.frames import MAGIC, PROTOCOL, Frame, FrameReader, Header, pack
+from t1_env.sandbox.outpost.pulses import Pulses
 from t1_env.sandbox.outpost.stream import Stream
 
+PULSES: Final = Pulses()
 _GREETING_TIMEOUT_S: Final = 60.0
 _GOODBYE_TIMEOUT_S: Final = 10.0
 _MOST_PULSE_S: Final = 15.0
@@ -109,6 +110,8 @@ class OutpostClient:
         self._closing = False
         self._users = 1
         self._incidents: list[str] = []
+        self.sent: set[str] = set()
+        """Digests of what the outpost is known to hold, for those who send it files to mount."""
         self._heard_at = time.monotonic()
         self._pulse: Pending | None = None
         self._unwatched = 0
@@ -120,7 +123,7 @@ class OutpostClient:
         self.pulse_s = min(_MOST_PULSE_S, float(self.greeting["lease_s"]) / 4)
         self._reader = threading.Thread(target=self._receive_for_ever, args=(reader, early), name="t1-outpost-reader", daemon=True)
         self._reader.start()
-        _PULSES.add(self)
+        PULSES.add(self)
 
     @property
     def alive(self) -> bool:
@@ -195,7 +198,7 @@ class OutpostClient:
             self._pending.pop(number, None)
 
     @contextlib.contextmanager
-    def unwatched(self) -> Any:
+    def unwatched(self) -> Iterator[None]:
         """Inside the block the outpost may be silent for as long as it likes: it is frozen on purpose."""
         with self._lock:
             self._unwatched += 1
@@ -227,7 +230,7 @@ class OutpostClient:
             self._reader.join(_GOODBYE_TIMEOUT_S)
         stream.close()
         self._lose(SandboxDied("the connection to the outpost was closed"))
-        _PULSES.remove(self)
+        PULSES.remove(self)
 
     def abandon(self) -> None:
         """In a forked child: leave the parent's conversation alone."""
@@ -248,7 +251,7 @@ class OutpostClient:
             reader, early = again
         self._stream.close()
         self._lose(self._why_lost(reason))
-        _PULSES.remove(self)
+        PULSES.remove(self)
 
     def _receive(self, reader: FrameReader, early: list[Frame]) -> str:
         """Take answers until the stream ends; returns why it did."""
@@ -335,52 +338,7 @@ class OutpostClient:
                 self._pulse = self.submit("pulse")
 
 
-class _Pulses:
-    """One thread that keeps the pulse of all clients of this process."""
-
-    def __init__(self) -> None:
-        self._clients: weakref.WeakSet[OutpostClient] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._news = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def add(self, client: OutpostClient) -> None:
-        with self._lock:
-            self._clients.add(client)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._beat_for_ever, name="t1-outpost-pulse", daemon=True)
-                self._thread.start()
-        self._news.set()
-
-    def remove(self, client: OutpostClient) -> None:
-        with self._lock:
-            self._clients.discard(client)
-        self._news.set()
-
-    def _beat_for_ever(self) -> None:
-        while True:
-            with self._lock:
-                clients = list(self._clients)
-                if not clients:
-                    self._thread = None  # nobody left; the next client starts another
-                    return
-            now = time.monotonic()
-            for client in clients:
-                client.beat(now)
-            pause_s = min(client.pulse_s for client in clients)
-            clients.clear()
-            self._news.clear()
-            self._news.wait(pause_s)
-
-    def abandon(self) -> None:
-        clients = list(self._clients)
-        self.__init__()  # type: ignore[misc]
-        for client in clients:
-            client.abandon()
-
-
-_PULSES: Final = _Pulses()
-os.register_at_fork(after_in_child=_PULSES.abandon)
+os.register_at_fork(after_in_child=PULSES.abandon)
 
 
 def _greet(stream: Stream, session: str) -> tuple[Header, FrameReader, list[Frame]]:

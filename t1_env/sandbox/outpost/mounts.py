@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 from t1_env.sandbox.outpost import scan, transfer
 
@@ -16,7 +15,6 @@ class MountDigests:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[Path, tuple[str, str]] = {}
-        self.sent: set[tuple[Any, str]] = set()
 
     def of(self, source: Path) -> str:
         """Return the content digest of a host path."""

@@ -58,12 +58,14 @@ def shell_result_from_json(fields: Mapping[str, Any]) -> ShellResult:
 
 def built_to_json(built: BuiltEnvironment) -> dict[str, Any]:
     """Return what a build left as JSON."""
-    return {"env": dict(built.env), "workdir": built.workdir}
+    fields = {field.name: getattr(built, field.name) for field in dataclasses.fields(built)}
+    return {**fields, "env": dict(built.env)}
 
 
 def built_from_json(fields: Mapping[str, Any]) -> BuiltEnvironment:
     """Return what a build left."""
-    return BuiltEnvironment(dict(fields["env"]), fields["workdir"])
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return BuiltEnvironment(**values)
 
 
 def exec_result_to_frame(result: ExecResult) -> tuple[dict[str, Any], bytes]:

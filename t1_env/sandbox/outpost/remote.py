@@ -67,7 +67,7 @@ class RemoteSandbox(abc.ABC):
         return self.spec
 
     def _build(self) -> BuiltEnvironment:
-        """Make the environment of the task inside, once the sandbox runs; here by the steps of its Dockerfile."""
+        """Make the environment of the task in a place that has no layers of its own, step by step, once the sandbox runs."""
         image = self.spec.image
         if image is None or image.environment_dir is None:
             return BuiltEnvironment()
@@ -93,14 +93,26 @@ class RemoteSandbox(abc.ABC):
                 return
             client = self._connect()
             try:
-                reply, _ = client.request("start", spec=records.spec_to_json(self._far_spec()), answer_timeout_s=_FILES_TIMEOUT_S)
+                image, timeout_s = self._send_image(client)
+                spec = records.spec_to_json(self._far_spec())
+                reply, _ = client.request("start", spec=spec, image=image, answer_timeout_s=timeout_s + _FILES_TIMEOUT_S)
                 self._adopt(client, reply)
-                self._built = self._build()
+                if self.mode == "native":
+                    self._built = self._build()
             except BaseException:
                 self._client = None
                 client.close()
                 self._remove()
                 raise
+
+    def _send_image(self, client: OutpostClient) -> tuple[Header | None, float]:
+        """Send what a sandbox over there is built from, where it is one that builds; returns how it is named there and its time limit."""
+        image = self.spec.image
+        if image is None or client.greeting["mode"] == "native":
+            return None, 0.0
+        digest = None if image.environment_dir is None else self._send_mount(client, image.environment_dir.resolve())
+        fields = {"digest": digest, "docker_image": image.docker_image, "build_timeout_s": image.build_timeout_s}
+        return fields, image.build_timeout_s
 
     def _adopt(self, client: OutpostClient, reply: Header) -> None:
         """Become the sandbox that the outpost told of."""
@@ -218,9 +230,9 @@ class RemoteSandbox(abc.ABC):
             entries = transfer.entries_of_tree(str(source)) if tree else transfer.entries_of_file(str(source), mode)
         else:
             entries = transfer.entries_of_bytes(source, 0o644 if mode is None else mode)
-        self._send_entries("put", entries, dest=dest, tree=tree, timed=isinstance(source, Path))
+        self._send_entries(self._live(), "put", entries, sandbox=self._number, dest=dest, tree=tree, timed=isinstance(source, Path))
 
-    def _send_entries(self, operation: str, entries: Iterable[tuple[transfer.Entry, bytes]], **fields: Any) -> None:
+    def _send_entries(self, client: OutpostClient, operation: str, entries: Iterable[tuple[transfer.Entry, bytes]], **fields: Any) -> None:
         number = next(_transfers)
         groups = transfer.batches(entries)
         while True:
@@ -228,7 +240,7 @@ class RemoteSandbox(abc.ABC):
                 group, blob, final = next(groups)
             except OSError as error:
                 raise SandboxFileError(error.errno, f"put: cannot read the host file: {error.strerror}", str(error.filename)) from error
-            self._ask(operation, blob, answer_timeout_s=_FILES_TIMEOUT_S, transfer=number, entries=group, final=final, **fields)
+            client.request(operation, blob, answer_timeout_s=_FILES_TIMEOUT_S, transfer=number, entries=group, final=final, **fields)
             if final:
                 return
 
@@ -265,21 +277,20 @@ class RemoteSandbox(abc.ABC):
             checks.check_path(target)
             if not Path(source).exists():
                 raise ConfigError(f"run_in_clone: mounts[{target!r}] = {str(source)!r} does not exist on the host")
-            digests[target] = self._send_mount(Path(source).resolve())
+            digests[target] = self._send_mount(self._live(), Path(source).resolve())
         header, _ = self._ask(
             "clone", answer_timeout_s=timeout_s + _SLACK_S, entry=entry, payload=payload, mounts=digests, timeout_s=timeout_s
         )
         return records.clone_result_from_json(header)
 
-    def _send_mount(self, source: Path) -> str:
+    def _send_mount(self, client: OutpostClient, source: Path) -> str:
         digest = self._digests.of(source)
-        client = self._live()
-        if (client, digest) not in self._digests.sent:
-            if not self._ask("has_mount", digest=digest)[0]["has"]:
+        if digest not in client.sent:
+            if not client.request("has_mount", digest=digest)[0]["has"]:
                 tree = source.is_dir()
                 entries = transfer.entries_of_tree(str(source)) if tree else transfer.entries_of_file(str(source))
-                self._send_entries("put_mount", entries, digest=digest, tree=tree)
-            self._digests.sent.add((client, digest))
+                self._send_entries(client, "put_mount", entries, digest=digest, tree=tree)
+            client.sent.add(digest)
         return digest
 
     def fork(self) -> RemoteSandbox:

@@ -10,12 +10,12 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, SandboxUnavailable
-from t1_env.sandbox.base import CloneResult, SandboxSpec
+from t1_env.sandbox.base import CloneResult, ImageSource, SandboxSpec
 from t1_env.sandbox.local import LocalSandbox, SandboxFileError
 from t1_env.sandbox.outpost import records, transfer
 from t1_env.sandbox.outpost.frames import MAX_BLOB_BYTES, Header
@@ -122,7 +122,7 @@ class Service:
             sandbox, mode = self._start_native(spec), "native"
         else:
             try:
-                sandbox, mode = LocalSandbox(spec), "namespaces"
+                sandbox, mode = LocalSandbox(replace(spec, image=self._image(request.get("image")))), "namespaces"
                 sandbox.start()
             except SandboxUnavailable as error:
                 if self._mode == "namespaces":
@@ -130,6 +130,13 @@ class Service:
                 reason = str(error)
                 sandbox, mode = self._start_native(spec), "native"
         return {**self._host(sandbox, mode), "reason": reason}, b""
+
+    def _image(self, fields: Header | None) -> ImageSource | None:
+        """What to build over here; its directory was sent before, as a mount is."""
+        if fields is None:
+            return None
+        directory = None if fields["digest"] is None else Path(self._mount_path(fields["digest"]))
+        return ImageSource(directory, fields["docker_image"], fields["build_timeout_s"])
 
     def _start_native(self, spec: SandboxSpec) -> NativeSandbox:
         with self._lock:
