@@ -7,7 +7,6 @@ import importlib.util
 import os
 import py_compile
 import re
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from t1_env.errors import SandboxUnavailable
-from t1_env.sandbox.outpost import layout
+from t1_env.sandbox.outpost import elf, layout
 
 _PACKAGES: Final = ("pyte", "wcwidth", "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 _DISTRIBUTIONS: Final = ("pyte", "wcwidth", "pytest", "pluggy", "iniconfig", "packaging", "pygments")
@@ -41,8 +40,6 @@ _LEFT_OUT: Final = frozenset(
 _LEFT_OUT_EXTENSIONS: Final = re.compile(r"(_tkinter|_test|_ctypes_test|_xx|xx|readline|_gdbm|_dbm|_curses|nis|ossaudiodev|spwd)")
 # Loaded by name at run time, so that no list of dependencies mentions them: thread exit, and users and hosts with an older glibc.
 _LOADED_BY_NAME: Final = ("libgcc_s.so.1", "libnss_files.so.2", "libnss_dns.so.2", "libresolv.so.2")
-_ELF_64: Final = b"\x7fELF\x02"
-_PT_INTERP: Final = 3
 _DEPENDENCY: Final = re.compile(r"^\s*(?P<name>\S+)(?: => (?P<path>/\S+))? \(0x[0-9a-f]+\)$", re.MULTILINE)
 _MISSING: Final = re.compile(r"^\s*(\S+) => not found$", re.MULTILINE)
 _TOOL_TIMEOUT_S: Final = 120.0
@@ -114,12 +111,12 @@ def interpreter_members(scratch: Path) -> list[Member]:
             f"a complete runtime can be made on Linux only, this is {sys.platform}; use one that has Python over there"
         )
     binary = Path(sys.executable).resolve()
-    loader = _loader_of(binary)
+    loader = elf.loader_of(binary)
     standard = Path(sysconfig.get_path("stdlib")).resolve()
     inside = f"{sys.platlibdir}/python{sys.version_info.major}.{sys.version_info.minor}"
     script = scratch / "python"
     script.write_text(layout.SCRIPT_TEXT, encoding="ascii")
-    members = [Member(layout.INTERPRETER, binary, 0o755), Member(layout.LOADER, loader, 0o755), Member(layout.SCRIPT, script, 0o755)]
+    members = [Member(layout.SCRIPT, script, 0o755)]
     extensions: list[Path] = []
     for path in sorted(standard.rglob("*.py")):
         relative = path.relative_to(standard)
@@ -127,9 +124,21 @@ def interpreter_members(scratch: Path) -> list[Member]:
             members += _python_file(path, f"{inside}/{relative.as_posix()}", scratch)
     for directory in sorted({Path(entry) for entry in sys.path if Path(entry).name == "lib-dynload"}):
         extensions += [path for path in sorted(directory.glob("*.so")) if not _LEFT_OUT_EXTENSIONS.match(path.name)]
-    members += [Member(f"{inside}/lib-dynload/{path.name}", path, 0o755) for path in extensions]
     libraries = _libraries_of(loader, [binary, *extensions])
-    return members + [Member(f"{layout.LIBRARIES}/{name}", path, 0o755) for name, path in sorted(libraries.items())]
+    programs = {layout.INTERPRETER: binary, layout.LOADER: loader}
+    programs |= {f"{inside}/lib-dynload/{path.name}": path for path in extensions}
+    programs |= {f"{layout.LIBRARIES}/{name}": path for name, path in libraries.items()}
+    return members + [_isolated(name, path, scratch, is_loader=path == loader) for name, path in sorted(programs.items())]
+
+
+def _isolated(name: str, path: Path, scratch: Path, *, is_loader: bool) -> Member:
+    """A program or library that finds the others of the runtime and nothing else."""
+    data = path.read_bytes()
+    changed = elf.isolated_loader(data, str(path)) if is_loader else elf.without_search_paths(data)
+    target = scratch / "programs" / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(changed)
+    return Member(name, target, 0o755)
 
 
 def _python_file(path: Path, name: str, scratch: Path | None) -> Iterator[Member]:
@@ -147,26 +156,6 @@ def _python_file(path: Path, name: str, scratch: Path | None) -> Iterator[Member
     except py_compile.PyCompileError:
         return  # a file that is not meant for this version of Python
     yield Member(cached, target, 0o644)
-
-
-def _loader_of(binary: Path) -> Path:
-    """The ELF interpreter that a program names."""
-    with open(binary, "rb") as file:
-        header = file.read(64)
-        if header[:5] != _ELF_64:
-            raise SandboxUnavailable(f"a complete runtime needs a 64-bit ELF interpreter, {binary} is not one")
-        order = "<" if header[5] == 1 else ">"
-        table, entry_size, entries = struct.unpack_from(f"{order}Q", header, 32)[0], *struct.unpack_from(f"{order}HH", header, 54)
-        for index in range(entries):
-            file.seek(table + index * entry_size)
-            kind, _, offset, _, _, size = struct.unpack(f"{order}IIQQQQ", file.read(40))
-            if kind == _PT_INTERP:
-                file.seek(offset)
-                loader = Path(os.fsdecode(file.read(size).rstrip(b"\0")))
-                if not loader.is_file():
-                    raise SandboxUnavailable(f"a complete runtime needs the loader {loader} that {binary} names, and it is not there")
-                return loader.resolve()
-    raise SandboxUnavailable(f"a complete runtime needs an interpreter with a loader, and {binary} is linked statically")
 
 
 def _libraries_of(loader: Path, binaries: list[Path]) -> dict[str, Path]:

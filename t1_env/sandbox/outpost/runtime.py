@@ -33,7 +33,7 @@ from t1_env.tasks.families import cache_dir
 _PACKAGE: Final = Path(__file__).resolve().parents[2]
 # Of T1 itself: what the outpost, its shells, its sandboxes and the verifiers in their clones import.
 _OWN: Final = ("_version.py", "errors.py", "protocol.py", "sandbox", "shell", "verifiers")
-_FORMAT: Final = "1"
+_FORMAT: Final = "2"
 _COPY_BYTES: Final = 1 << 20
 
 
