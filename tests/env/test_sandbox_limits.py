@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from t1_env.errors import SandboxUnavailable
-from t1_env.sandbox import launcher
+from t1_env.sandbox import launcher, seccomp
 from t1_env.sandbox.base import KillsAll, SandboxSpec
 from t1_env.sandbox.local import LocalSandbox, SandboxFileError, unavailable_reason
 
@@ -308,6 +308,35 @@ def test_refused_namespaces_are_explained():
     assert "user.max_user_namespaces=10000" in message
     assert "\n" not in message
     assert open_fds < 12
+
+
+_FILTERED = """
+import json, os, sys
+sys.path[:0] = json.loads(sys.argv[1])
+from t1_env.errors import SandboxUnavailable
+from t1_env.sandbox import seccomp, syscalls
+from t1_env.sandbox.local import LocalSandbox, unavailable_reason
+before = len(os.listdir("/proc/self/fd"))
+syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+seccomp.install()  # denies what a container engine's default profile denies
+try:
+    LocalSandbox().start()
+except SandboxUnavailable as error:
+    print(json.dumps([str(error), unavailable_reason(), len(os.listdir("/proc/self/fd")) - before]))
+"""
+
+
+def test_a_filter_that_denies_namespaces_is_explained():
+    """As in a container with the engine's default profile, where root is refused as well."""
+    if not seccomp.available():
+        pytest.skip("this machine has no system-call filters")
+    command = [sys.executable, "-c", _FILTERED, json.dumps([str(ROOT)])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    message, reason, leaked = json.loads(result.stdout)
+    assert message == reason
+    assert "the kernel refused: Operation not permitted" in message
+    assert "To enable them" in message
+    assert leaked <= 0
 
 
 def test_explanations_name_what_to_do(monkeypatch):

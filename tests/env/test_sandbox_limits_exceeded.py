@@ -47,6 +47,11 @@ with LocalSandbox(SandboxSpec(max_processes=40, memory_mb=96, storage_mb=32)) as
     report["capabilities"] = sorted(box.capabilities)
     bystander = box.spawn(["sleep", "1000"])
 
+    report["environment"] = sh(box, "env")[1]
+    report["private"] = {path: sorted(os.listdir(path)) for path in ("/tmp", "/dev/shm")}
+    report["inside"] = {path: sh(box, f"ls -A {path}")[1].split() for path in ("/tmp", "/dev/shm", "/dev", "/var/tmp")}
+    report["processes inside"] = sh(box, "cat /proc/[0-9]*/comm")[1].split()
+
     report["memory"] = outcome(box.run(["perl", "-e", "my @x; push @x, 'x' x (1 << 20) while 1"], timeout_s=100))
     report["memory after"] = [bystander.poll(), *sh(box, "true | true; echo alive")]
 
@@ -104,7 +109,9 @@ def report(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def run_script(command: list[str], package: Path, **options: Any) -> dict[str, Any]:
     line = [*command, "-c", _SCRIPT, str(package)]
-    result = subprocess.run(line, cwd="/", capture_output=True, text=True, timeout=500, check=False, **options)
+    environment = {**options.pop("env", os.environ), "T1_TEST_SECRET": "secret"}
+    with tempfile.NamedTemporaryFile(prefix="t1-witness-", dir="/tmp"):
+        result = subprocess.run(line, cwd="/", env=environment, capture_output=True, text=True, timeout=500, check=False, **options)
     if result.returncode != 0 and result.stderr.startswith(("unshare:", "mount:")):
         pytest.skip(result.stderr.strip())
     assert result.returncode == 0, result.stderr
@@ -127,6 +134,17 @@ def python_for_nobody(package: Path) -> str:
         except PermissionError:
             continue
     pytest.skip("no Python of this version that user nobody may execute: it lies in a directory closed to others")
+
+
+def test_nothing_of_the_host_is_inside(report: dict[str, Any]) -> None:
+    assert "T1_TEST_SECRET" not in report["environment"]
+    assert set(report["inside"]["/dev"]) == {
+        *("fd", "full", "null", "ptmx", "pts", "random", "shm", "stderr", "stdin", "stdout", "tty", "urandom", "zero")
+    }
+    for path in ("/tmp", "/dev/shm", "/var/tmp"):
+        assert report["inside"][path] == []
+    assert any(name.startswith("t1-witness-") for name in report["private"]["/tmp"])
+    assert set(report["processes inside"]) <= {"t1-init", "sleep", "bash", "cat"}
 
 
 def test_memory(report: dict[str, Any]) -> None:
