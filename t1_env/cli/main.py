@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--agent", choices=("oracle", "noop"), default="oracle", help="the task's own solution, or nothing (default: oracle)")
     _add_episode_arguments(run)
     _add_bench(commands)
+    _add_images(commands)
     parser.commands = tuple(commands.choices)
     return parser
 
@@ -96,6 +97,33 @@ def _add_tasks(commands: Any) -> None:
     check.add_argument("--slips", action="store_true", help="play each task's slips too: every one must cost a verifier")
     check.add_argument("--sandbox", default="local", help="sandbox backend (default: local)")
     tasks.commands = tuple(actions.choices)
+
+
+def _add_images(commands: Any) -> None:
+    images = commands.add_parser("images", help="import root filesystems for the local sandbox, and look after cached layers")
+    actions = images.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True, parser_class=_Parser)
+    importing = actions.add_parser("import", help="import a directory, a tar archive of one, or an image saved by a container engine")
+    importing.add_argument("source", metavar="TAR|DIR", help="what to import")
+    importing.add_argument(
+        "--name", default=None, metavar="NAME[:TAG]", help="what to call it (default: what the archive says, or its name)"
+    )
+    listing = actions.add_parser("list", help="list images")
+    listing.add_argument("--layers", action="store_true", help="list cached layers instead")
+    actions.add_parser("inspect", help="print all that is known of an image").add_argument("name", metavar="NAME")
+    actions.add_parser("remove", help="remove images").add_argument("names", nargs="+", metavar="NAME", help="a name, or sha256:DIGEST")
+    prune = actions.add_parser("prune", help="remove cached layers, least recently used first, never one in use")
+    prune.add_argument("--all", action="store_true", help="remove every layer that is not in use")
+    prune.add_argument("--max-mb", type=_non_negative_int, default=None, metavar="N", help="remove until no more than N MB are left")
+    prune.add_argument("--unused-days", type=float, default=None, metavar="N", help="remove what was not used for N days")
+    mapping = actions.add_parser("map", help="say what names after FROM stand for", description=_MAP_HELP)
+    mapping.add_argument("pattern", nargs="?", default=None, metavar="PATTERN", help="glob over image names, e.g. 'python:3.*'")
+    mapping.add_argument("target", nargs="?", default=None, metavar="NAME", help="an imported image, host or refuse")
+    mapping.add_argument("--remove", action="store_true", help="remove the entry")
+    images.commands = tuple(actions.choices)
+
+
+_MAP_HELP = """Without arguments, print the map. The first pattern that matches decides; a name that none matches stands for the imported
+image of that name, or else for this machine's own system directories (host). 'refuse' makes it an error instead."""
 
 
 def _add_bench(commands: Any) -> None:
@@ -168,6 +196,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         from t1_env.cli.reap import reap
 
         return reap(dry_run=arguments.dry_run, ssh=arguments.ssh, show_kept=arguments.all)
+    if arguments.command == "images":
+        return _dispatch_images(arguments)
     if arguments.command == "tasks" and arguments.action == "list":
         from t1_env.cli.tasks import list_command
 
@@ -194,6 +224,22 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         record=arguments.record,
     )
     return play_command(options) if arguments.command == "play" else run_command(options, agent=arguments.agent)
+
+
+def _dispatch_images(arguments: argparse.Namespace) -> int:
+    from t1_env.cli import images
+
+    if arguments.action == "import":
+        return images.import_command(arguments.source, arguments.name)
+    if arguments.action == "list":
+        return images.list_command(layers=arguments.layers)
+    if arguments.action == "inspect":
+        return images.inspect_command(arguments.name)
+    if arguments.action == "remove":
+        return images.remove_command(arguments.names)
+    if arguments.action == "prune":
+        return images.prune_command(everything=arguments.all, max_mb=arguments.max_mb, unused_days=arguments.unused_days)
+    return images.map_command(arguments.pattern, arguments.target, remove=arguments.remove)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

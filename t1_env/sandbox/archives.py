@@ -6,7 +6,6 @@ import contextlib
 import errno
 import lzma
 import os
-import shutil
 import stat
 import tarfile
 import zlib
@@ -73,7 +72,6 @@ def unpack(stream: IO[bytes], root_fd: int, dest: str = "/", *, owners: bool, wh
         OSError: The archive is damaged (``EBADMSG``), a path in it leads outside (``EXDEV``), or writing failed.
     """
     try:
-        # copybufsize bounds what is held in memory; ignore_zeros stays off: two archives in a row are not one.
         with tarfile.open(fileobj=stream, mode="r|*", errorlevel=2) as archive:
             return _Unpacking(archive, root_fd, dest, owners, whiteouts).run()
     except _ERRORS as error:
@@ -170,7 +168,7 @@ class _Unpacking:
             return
         if stat.S_ISDIR(status.st_mode):
             if not member.isdir():
-                shutil.rmtree(name, dir_fd=directory)
+                trees.remove_tree(name, directory)
                 self._forget(path)
         else:
             os.unlink(name, dir_fd=directory)
@@ -233,7 +231,7 @@ class _Unpacking:
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     if stat.S_ISDIR(os.stat(victim, dir_fd=directory, follow_symlinks=False).st_mode):
-                        shutil.rmtree(victim, dir_fd=directory)
+                        trees.remove_tree(victim, directory)
                         self._forget(path)
                     else:
                         os.unlink(victim, dir_fd=directory)

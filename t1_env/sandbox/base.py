@@ -35,10 +35,16 @@ class BuiltEnvironment:
     Args:
         env: Variables set by ``ENV``.
         workdir: The last ``WORKDIR``, or None if there was none.
+        user: The last ``USER``: whom processes run as unless told otherwise; None for root.
+        base: What the filesystem really started from, in a few words, where that may differ from what ``FROM`` says; empty if unknown.
+        notes: What the image asks for and this backend leaves out, one line each.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
+    user: str | None = None
+    base: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

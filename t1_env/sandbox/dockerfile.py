@@ -129,7 +129,7 @@ class _Reader:
 
     def _heredoc(self, match: re.Match[str], line: int) -> Heredoc:
         word, tabs = match["word"], match["tabs"]
-        lines = []
+        lines: list[str] = []
         while self._next < len(self._lines):
             text = self._lines[self._next]
             self._next += 1

@@ -6,6 +6,8 @@ Nothing else of the host's ``/etc`` is ever visible, and a file is taken only if
 from __future__ import annotations
 
 import fnmatch
+import hashlib
+import json
 import os
 import shutil
 import stat
@@ -106,6 +108,12 @@ def build_etc(target: str, source: str = "/etc") -> None:
         os.chmod(path, 0o600 if name == "shadow" else 0o644)
     for name, destination in _LINKS.items():
         os.symlink(destination, os.path.join(target, name))
+
+
+def digest() -> str:
+    """Digest of what is written rather than copied; changes with T1 alone."""
+    said = json.dumps([ALLOWED, _NEVER, sorted(_FILES.items()), sorted(_LINKS.items()), _DIRECTORIES])
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def _copy(source: str, target: str) -> None:

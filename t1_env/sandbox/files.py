@@ -28,8 +28,14 @@ _CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; the clock of file timestamps,
 _FINE_TIMESTAMPS: Final = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit()) >= (6, 13)
 
 
-def make_directories(root_fd: int, path: str, mode: int = 0o755) -> None:
+def make_directories(root_fd: int, path: str, mode: int = 0o755, *, owner: tuple[int, int] | None = None) -> None:
     """``mkdir -p`` that never leaves ``root_fd``; symlinks are followed inside it.
+
+    Args:
+        root_fd: The sandbox's root.
+        path: Absolute path inside.
+        mode: Permission bits of what is made.
+        owner: Whom to give what is made to.
 
     Raises:
         OSError: A component exists and is not a directory, or the storage is full.
@@ -43,6 +49,8 @@ def make_directories(root_fd: int, path: str, mode: int = 0o755) -> None:
                 child = syscalls.open_in_root(root_fd, done, os.O_PATH | os.O_DIRECTORY)
             except FileNotFoundError:
                 os.mkdir(name, mode, dir_fd=parent)
+                if owner is not None:
+                    os.chown(name, *owner, dir_fd=parent, follow_symlinks=False)
                 child = syscalls.open_in_root(root_fd, done, os.O_PATH | os.O_DIRECTORY)
             os.close(parent)
             parent = child
@@ -105,7 +113,9 @@ def write_file(root_fd: int, dest: str, source_fd: int, mode: int, times_ns: tup
         os.close(fd)
 
 
-def write_tree(root_fd: int, dest: str, source: str, *, owner: Owner = None, left_out: frozenset[str] = frozenset()) -> None:
+def write_tree(
+    root_fd: int, dest: str, source: str, *, owner: Owner = None, left_out: frozenset[str] = frozenset(), mode: int | None = None
+) -> None:
     """Copy the contents of the host directory ``source`` into ``dest``; symlinks are copied as they are, special files refused.
 
     Args:
@@ -114,27 +124,29 @@ def write_tree(root_fd: int, dest: str, source: str, *, owner: Owner = None, lef
         source: Host directory.
         owner: Whom to give what is written to.
         left_out: Host paths that are not copied.
+        mode: Permission bits of all that is written; None to keep those of the source.
 
     Raises:
         OSError: Reading failed, the storage is full, or a special file was met.
     """
-    make_directories(root_fd, dest)
+    make_directories(root_fd, dest, owner=owner)
     with os.scandir(source) as entries:
         children = sorted(entries, key=lambda entry: entry.name)
     for entry in children:
         if entry.path in left_out:
             continue
         status = entry.stat(follow_symlinks=False)
+        permissions = stat.S_IMODE(status.st_mode) if mode is None else mode
         target = f"{dest.rstrip('/')}/{entry.name}"
         if entry.is_symlink():
             _write_symlink(root_fd, dest, entry.name, os.readlink(entry.path), owner)
         elif entry.is_dir(follow_symlinks=False):
-            write_tree(root_fd, target, entry.path, owner=owner, left_out=left_out)
+            write_tree(root_fd, target, entry.path, owner=owner, left_out=left_out, mode=mode)
             fd = syscalls.open_in_root(root_fd, target, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 if owner is not None:
                     os.fchown(fd, *owner)
-                os.fchmod(fd, stat.S_IMODE(status.st_mode))
+                os.fchmod(fd, permissions)
                 os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
             finally:
                 os.close(fd)
@@ -142,7 +154,7 @@ def write_tree(root_fd: int, dest: str, source: str, *, owner: Owner = None, lef
             source_fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 times_ns = (status.st_atime_ns, status.st_mtime_ns)
-                write_file(root_fd, target, source_fd, stat.S_IMODE(status.st_mode), times_ns, owner=owner)
+                write_file(root_fd, target, source_fd, permissions, times_ns, owner=owner)
             finally:
                 os.close(source_fd)
         else:

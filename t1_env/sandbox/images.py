@@ -1,189 +1,356 @@
-"""Building a task's environment inside a sandbox that has just started.
+"""Images of the local sandbox: root filesystems that a user has imported, and what the name after ``FROM`` stands for.
 
-A thin subset of the Dockerfile language is executed in the sandbox itself: the base image is whatever the sandbox shows of the host, so
-``FROM`` is required but not looked up. Anything outside the subset is an error that names the line.
+An image is a directory named by the digest of its contents, with a manifest beside its files; names are small files that point to one.
+Imports happen in a private directory that is renamed into place, so an image is whole or not there.
 """
 
 from __future__ import annotations
 
-import stat
+import contextlib
+import errno
+import fcntl
+import fnmatch
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
 import tempfile
 import time
-from pathlib import Path, PurePosixPath
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, unquote
 
-from t1_env.errors import ImageBuildError, SandboxDied, SandboxError
-from t1_env.sandbox.base import BuiltEnvironment, Sandbox
-from t1_env.sandbox.dockerfile import Instruction, parse_dockerfile, parse_exec_form, parse_pairs, split_words, substitute
+from t1_env.errors import ConfigError, SandboxError
+from t1_env.sandbox import etc, trees
+from t1_env.sandbox.build import build_environment as build_environment
 
-_ARCHIVES: Final = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
-_OUTPUT_CHARACTERS: Final = 2000
-_ROOT_OWNERS: Final = ("root", "0", "root:root", "0:0")
+HOST: Final = "host"
+"""In the map of names: this machine's own system directories."""
+
+REFUSE: Final = "refuse"
+"""In the map of names: an error, for those who want no substitute for an image that is missing."""
+
+_YOUNG_S: Final = 3600.0
+_MANIFEST: Final = "image.json"
+_PRIVATE: Final = ".new-"
+_NAME: Final = re.compile(r"[a-z0-9]+(?:[._/:-]+[a-z0-9]+)*(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@[a-z0-9]+:[0-9a-f]{32,})?")
+_HOST_MARKS: Final = (
+    # What moves when packages of the host change.
+    *("/usr", "/usr/bin", "/usr/sbin", "/usr/lib", "/usr/local/bin", "/usr/local/lib", "/opt", "/etc/os-release", "/etc/ld.so.cache"),
+    *("/var/lib/dpkg/status", "/var/lib/rpm/rpmdb.sqlite", "/usr/lib/sysimage/rpm/rpmdb.sqlite", "/lib/apk/db/installed"),
+    "/var/lib/pacman/local",
+)
 
 
-def build_environment(sandbox: Sandbox, environment_dir: Path, build_timeout_s: float = 600.0) -> BuiltEnvironment:
-    """Execute ``environment_dir/Dockerfile`` in a started sandbox.
+class ImageError(SandboxError):
+    """An image could not be imported, found or removed."""
 
-    Supported: ``FROM`` (once; the image name is ignored), ``WORKDIR``, ``ENV``, ``ARG``, ``COPY`` and ``ADD`` of files and directories
-    under ``environment_dir`` (``--chmod``, ``--chown=root``), ``RUN`` in either form, ``USER root``, comments and continuation lines.
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An imported root filesystem.
 
     Args:
-        sandbox: Where to build.
-        environment_dir: The task's ``environment/`` directory; the root of what can be copied.
-        build_timeout_s: Wall-clock limit of the whole build in seconds.
+        digest: ``sha256:`` and the digest of its contents.
+        rootfs: Host path of its files.
+        names: What it is called.
+        env: Variables that its processes start with.
+        workdir: Where they start.
+        user: Whom they run as; empty for root.
+        account: That user as it was found in its ``/etc/passwd``, as JSON.
+        entries: How many files, directories and links it has.
+        size_bytes: Sum of the sizes of its files.
+        created: When it was imported, in ISO 8601.
+        notes: What was left out, one line each.
+    """
 
-    Returns:
-        Variables and working directory to start later processes with.
+    digest: str
+    rootfs: str
+    names: tuple[str, ...]
+    env: Mapping[str, str]
+    workdir: str | None
+    user: str
+    account: Mapping[str, Any] | None
+    entries: int
+    size_bytes: int
+    created: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a name stands for.
+
+    Args:
+        image: The imported image; None for the host's system directories.
+        digest: Of what it starts from: names the bottom of a chain of layers.
+        said: A few words for people.
+    """
+
+    image: Image | None
+    digest: str
+    said: str
+
+
+def data_root() -> Path:
+    """``$T1_DATA_DIR``, else ``t1-env`` below ``$XDG_DATA_HOME`` or ``~/.local/share``."""
+    if own := os.environ.get("T1_DATA_DIR"):
+        return Path(own).expanduser().absolute()
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "t1-env"
+
+
+def normalise(name: str) -> str:
+    """The full form of an image's name: ``debian`` is ``debian:latest``, and the default registry is left out.
 
     Raises:
-        ImageBuildError: The file is missing, holds something unsupported, or a step failed; names the line.
-        SandboxDied: The sandbox is gone.
+        ConfigError: This cannot be the name of an image.
     """
-    path = environment_dir / "Dockerfile"
-    try:
-        source = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ImageBuildError(f"{path}: cannot be read ({error}); a task needs a Dockerfile in its environment directory") from error
-    instructions = parse_dockerfile(source, name=str(path))
-    return _Build(sandbox, environment_dir.resolve(), str(path), time.monotonic() + build_timeout_s).run(instructions)
+    short = name.removeprefix("docker.io/").removeprefix("library/")
+    if not _NAME.fullmatch(short) or ".." in short:
+        raise ConfigError(f"{name!r} is not an image name; expected NAME or NAME:TAG, such as debian:bookworm")
+    return short if ":" in short.rpartition("/")[2] else f"{short}:latest"
 
 
-class _Build:
-    """One build; holds the state that instructions change."""
+class ImageStore:
+    """Imported images below a directory.
 
-    def __init__(self, sandbox: Sandbox, context: Path, name: str, deadline: float) -> None:
-        self._sandbox = sandbox
-        self._context = context
-        self._name = name
-        self._deadline = deadline
-        self._base: dict[str, str] = {}
-        self._env: dict[str, str] = {}
-        self._args: dict[str, str] = {}
-        self._workdir: PurePosixPath | None = None
+    Args:
+        root: The directory; made, closed to other users, with the first import.
+    """
 
-    def run(self, instructions: tuple[Instruction, ...]) -> BuiltEnvironment:
-        for instruction in instructions:
-            if time.monotonic() > self._deadline:
-                raise self._error(instruction, "the build ran out of time")
-            try:
-                getattr(self, f"_do_{instruction.keyword.lower()}")(instruction)
-            except SandboxDied:
-                raise
-            except SandboxError as error:
-                if isinstance(error, ImageBuildError):
-                    raise
-                raise self._error(instruction, str(error)) from error
-        return BuiltEnvironment(env=dict(self._env), workdir=None if self._workdir is None else str(self._workdir))
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root if root is not None else data_root() / "images"
 
-    # ------------------------------------------------------------------------------------------------------------- instructions
-    def _do_from(self, instruction: Instruction) -> None:
-        """The base is the sandbox itself."""
+    def all(self) -> list[Image]:
+        """Every image, by name."""
+        names: dict[str, list[str]] = {}
+        for name, digest in self._names().items():
+            names.setdefault(digest, []).append(name)
+        digests = [entry.name for entry in self._entries("rootfs") if not entry.name.startswith(".")]
+        found = [self._read(digest, names.get(digest, [])) for digest in digests]
+        return sorted((image for image in found if image is not None), key=lambda image: (image.names, image.digest))
 
-    def _do_env(self, instruction: Instruction) -> None:
-        if "PATH" in instruction.text and not self._base:  # the one variable that Dockerfiles extend without having set it
-            shown = self._sandbox.run(["/bin/sh", "-c", 'printf %s "$PATH"'], cwd="/")
-            self._base["PATH"] = shown.stdout.decode("utf-8", "surrogateescape")
-        self._env.update(parse_pairs(instruction, self._variables, self._name))
+    def get(self, name: str) -> Image | None:
+        """The image of this name, or of this digest; None if there is none."""
+        if name.startswith("sha256:"):
+            wanted = [image for image in self.all() if image.digest.startswith(name)] if len(name) >= len("sha256:") + 6 else []
+            return wanted[0] if len(wanted) == 1 else None
+        digest = self._names().get(normalise(name))
+        return None if digest is None else self._read(digest, [normalise(name)])
 
-    def _do_arg(self, instruction: Instruction) -> None:
-        for word in split_words(instruction, self._name):
-            key, _, default = word.partition("=")
-            self._args[key] = substitute(default, self._variables)
+    def find(self, name: str) -> Found | None:
+        """What the name after ``FROM`` stands for; None if it must not be replaced and is not there.
 
-    def _do_user(self, instruction: Instruction) -> None:
-        user = substitute(instruction.text, self._variables)
-        if user not in _ROOT_OWNERS:
-            raise self._error(instruction, f"USER {user}: only root is supported by the local sandbox")
+        An entry of the map decides first, then an imported image of that name, and last the host's own system directories.
+        """
+        full = normalise(name)
+        for pattern, target in self.map().items():
+            if fnmatch.fnmatchcase(full, pattern) or fnmatch.fnmatchcase(name, pattern):
+                if target == REFUSE:
+                    return None
+                image = None if target == HOST else self.get(target)
+                if target != HOST and image is None:
+                    raise ImageError(f"the map of image names says {pattern} = {target}, but no image {target!r} was imported")
+                return _found(image, f"{name} = {target} (map of image names)")
+        image = self.get(name)
+        if image is not None:
+            return _found(image, f"{full} (imported)")
+        if "@" in full:
+            return None
+        return _found(None, f"this machine's own system directories (no image {full} was imported)")
 
-    def _do_workdir(self, instruction: Instruction) -> None:
-        self._workdir = self._inside(substitute(instruction.text, self._variables))
-        with tempfile.TemporaryDirectory() as empty:
-            self._sandbox.put(Path(empty), str(self._workdir))
+    def hold(self, image: Image) -> int | None:
+        """Hold an image: while the returned descriptor is open it stays. None if it is gone."""
+        try:
+            fd = os.open(self.lock_path(image), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if not os.path.exists(f"{image.rootfs}/../{_MANIFEST}"):
+            os.close(fd)
+            return None
+        return fd
 
-    def _do_run(self, instruction: Instruction) -> None:
-        if instruction.text.startswith(("--", "<<")):
-            raise self._error(instruction, "RUN flags and heredocs are not supported by the local sandbox")
-        argv = parse_exec_form(instruction.text) or ["/bin/sh", "-c", instruction.text]
-        result = self._sandbox.run(
-            argv,
-            env={**self._args, **self._env},
-            cwd=str(self._workdir or "/"),
-            timeout_s=max(self._deadline - time.monotonic(), 0.001),
-        )
-        if result.timed_out:
-            raise self._error(instruction, "the build ran out of time")
-        if result.exit_code != 0:
-            output = (result.stdout + result.stderr).decode("utf-8", "replace")[-_OUTPUT_CHARACTERS:].strip()
-            raise self._error(instruction, f"RUN ended with status {result.exit_code}: {output or 'no output'}")
+    def lock_path(self, image: Image) -> str:
+        """The file that stands for an image when it is locked."""
+        return os.path.normpath(f"{image.rootfs}/../lock")
 
-    def _do_add(self, instruction: Instruction) -> None:
-        self._copy(instruction)
+    def name(self, digest: str, name: str) -> None:
+        """Call an image (also) ``name``, which another one may have had."""
+        directory = self.root / "names"
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_json(directory / quote(normalise(name), safe=""), {"digest": digest})
 
-    def _do_copy(self, instruction: Instruction) -> None:
-        self._copy(instruction)
+    def remove(self, name: str) -> tuple[str, bool]:
+        """Take a name away, and remove the image if that was its last one.
 
-    # ------------------------------------------------------------------------------------------------------------------ details
-    @property
-    def _variables(self) -> dict[str, str]:
-        return {**self._base, **self._args, **self._env}
+        Args:
+            name: A name, or a digest to remove an image with all of its names.
 
-    def _copy(self, instruction: Instruction) -> None:
-        words = parse_exec_form(instruction.text) or split_words(instruction, self._name)
-        mode, words = self._copy_options(instruction, words)
-        if len(words) < 2:
-            raise self._error(instruction, f"{instruction.keyword} needs a source and a destination")
-        *patterns, destination = (substitute(word, self._variables) for word in words)
-        sources = [source for pattern in patterns for source in self._sources(instruction, pattern)]
-        into = destination.endswith("/") or destination in (".", "..")
-        if len(sources) > 1 and not into:
-            raise self._error(instruction, f"{instruction.keyword} of {len(sources)} sources needs a destination that ends in '/'")
-        target = self._inside(destination)
-        for source in sources:
-            if source.is_dir():
-                self._sandbox.put(source, str(target))
-            else:
-                self._sandbox.put(source, str(target / source.name if into else target), mode=mode)
+        Returns:
+            The digest, and whether the files were removed.
 
-    def _copy_options(self, instruction: Instruction, words: list[str]) -> tuple[int | None, list[str]]:
-        mode = None
-        rest = list(words)
-        while rest and rest[0].startswith("--"):
-            option, _, value = rest.pop(0).partition("=")
-            if option == "--chmod" and value.isdigit() and not set(value) - set("01234567"):
-                mode = int(value, 8) & 0o7777
-            elif not (option == "--chown" and value in _ROOT_OWNERS):
-                raise self._error(instruction, f"{instruction.keyword} {option}={value} is not supported by the local sandbox")
-        return mode, rest
+        Raises:
+            ImageError: There is no such image, or a sandbox stands on it.
+        """
+        image = self.get(name)
+        if image is None:
+            raise ImageError(f"there is no image {name!r}; see `t1-env images list`")
+        others = [each for each, digest in self._names().items() if digest == _hex(image.digest) and each not in image.names]
+        gone = name.startswith("sha256:") or not others
+        with contextlib.ExitStack() as held:
+            if gone:
+                fd = os.open(self.lock_path(image), os.O_RDONLY | os.O_CLOEXEC)
+                held.callback(os.close, fd)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise ImageError(f"image {name!r} is in use by a sandbox; close that first") from error
+            for each in image.names:
+                (self.root / "names" / quote(each, safe="")).unlink(missing_ok=True)
+            if gone:
+                directory = self.root / "rootfs" / _hex(image.digest)
+                trash = self.root / "rootfs" / f"{_PRIVATE}gone-{_hex(image.digest)[:16]}-{os.getpid()}"
+                directory.rename(trash)
+                trees.remove_tree(str(trash))
+        return image.digest, gone
 
-    def _sources(self, instruction: Instruction, pattern: str) -> list[Path]:
-        if "://" in pattern or pattern.startswith("git@"):
-            raise self._error(instruction, f"{pattern!r}: a sandbox has no network; put the file into the environment directory")
-        if instruction.keyword == "ADD" and pattern.endswith(_ARCHIVES):
-            raise self._error(instruction, f"{pattern!r}: ADD does not unpack archives here; COPY it and unpack it with RUN")
-        relative = pattern.strip("/") or "."
-        if any(character in relative for character in "*?["):
-            found = sorted(self._context.glob(relative))
+    def map(self) -> dict[str, str]:
+        """Pattern over image names -> name of an imported image, ``HOST`` or ``REFUSE``; the first that matches decides."""
+        try:
+            return dict(json.loads((self.root / "map.json").read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return {}
+
+    def set_map(self, pattern: str, target: str | None) -> None:
+        """Add, change or (None) remove an entry of the map.
+
+        Raises:
+            ConfigError: The target is neither ``HOST``, ``REFUSE`` nor the name of an image, or there is no such entry to remove.
+        """
+        entries = self.map()
+        if target is None:
+            if entries.pop(pattern, None) is None:
+                raise ConfigError(f"the map of image names has no entry {pattern!r}; it has {', '.join(entries) or 'none'}")
         else:
-            found = [self._context / relative]
-        for path in found:
-            # Resolved, so that neither ".." nor a symlink reaches outside what the task ships.
-            if not path.resolve().is_relative_to(self._context):
-                raise self._error(instruction, f"{pattern!r} leads outside the environment directory")
-            if not path.exists() or stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-                raise self._error(instruction, f"{pattern!r}: no such file or directory in {self._context}")
-        if not found:
-            raise self._error(instruction, f"{pattern!r} matches nothing in {self._context}")
+            entries[pattern] = target if target in (HOST, REFUSE) else normalise(target)
+        self.root.mkdir(parents=True, exist_ok=True)
+        _write_json(self.root / "map.json", entries)
+
+    @contextlib.contextmanager
+    def importing(self) -> Iterator[str]:
+        """A private, locked directory to unpack into; whatever is left of it at the end is removed.
+
+        Directories that a killed import left are removed as well.
+        """
+        home = self.root / "rootfs"
+        home.mkdir(parents=True, exist_ok=True)
+        self.root.chmod(0o700)  # what an image holds, set-user-id programs for instance, is not for other users of this machine
+        for entry in self._entries("rootfs"):
+            if entry.name.startswith(_PRIVATE):
+                _remove_if_abandoned(entry.path)
+        private = tempfile.mkdtemp(dir=home, prefix=_PRIVATE)
+        fd = os.open(f"{private}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield private
+        finally:
+            trees.remove_tree(private)
+            os.close(fd)
+
+    def commit(self, private: str, digest: str, manifest: Mapping[str, Any]) -> Image:
+        """Put what was unpacked into place, unless the same contents are there already.
+
+        Args:
+            private: From ``importing``; holds ``fs``.
+            digest: ``sha256:`` and the digest of the contents.
+            manifest: The other fields of ``Image``.
+        """
+        target = self.root / "rootfs" / _hex(digest)
+        if not (target / _MANIFEST).exists():
+            _write_json(Path(private) / _MANIFEST, manifest)
+            os.chmod(private, 0o755)
+            try:
+                os.rename(private, target)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another process has imported the same
+                    raise
+        image = self._read(_hex(digest), [])
+        if image is None:
+            raise ImageError(f"image {digest} was removed while it was imported; import it again")
+        return image
+
+    # ---------------------------------------------------------------------------------------------------------------- internals
+    def _entries(self, kind: str) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self.root / kind) as entries:
+                return list(entries)
+        except FileNotFoundError:
+            return []
+
+    def _names(self) -> dict[str, str]:
+        found = {}
+        for entry in self._entries("names"):
+            if not entry.name.startswith("."):
+                with contextlib.suppress(FileNotFoundError):
+                    found[unquote(entry.name)] = _hex(json.loads(Path(entry.path).read_text(encoding="utf-8"))["digest"])
         return found
 
-    def _inside(self, path: str) -> PurePosixPath:
-        base = self._workdir or PurePosixPath("/")
-        parts: list[str] = []
-        for part in (base / path).parts[1:]:
-            if part == "..":
-                del parts[-1:]
-            else:
-                parts.append(part)
-        return PurePosixPath("/", *parts)
+    def _read(self, digest: str, names: Sequence[str]) -> Image | None:
+        directory = self.root / "rootfs" / digest
+        try:
+            data = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        data["notes"] = tuple(data["notes"])
+        return Image(digest=f"sha256:{digest}", rootfs=str(directory / "fs"), names=tuple(sorted(names)), **data)
 
-    def _error(self, instruction: Instruction, reason: str) -> ImageBuildError:
-        return ImageBuildError(f"{self._name}:{instruction.line}: {reason}")
+
+@functools.cache
+def host_digest() -> str:
+    """Names the state of this machine's own system directories, as far as that can be told without reading them all."""
+    digest = hashlib.sha256(f"host {platform.machine()} {os.geteuid() == 0}".encode())
+    for path in _HOST_MARKS:
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            digest.update(f"{path} {status.st_ino} {status.st_size} {status.st_mtime_ns}\n".encode())
+    digest.update(etc.digest().encode())
+    return f"host:{digest.hexdigest()}"
+
+
+def _found(image: Image | None, said: str) -> Found:
+    return Found(None, host_digest(), said) if image is None else Found(image, image.digest, said)
+
+
+def _hex(digest: str) -> str:
+    return digest.removeprefix("sha256:")
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a file at once or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as stream:
+        json.dump(data, stream)
+    os.rename(stream.name, path)
+
+
+def _remove_if_abandoned(directory: str) -> None:
+    """Remove what an import that was killed has left; one that still runs holds the lock in it."""
+    try:
+        fd = os.open(f"{directory}/lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - os.stat(directory).st_mtime > _YOUNG_S:  # else it may be about to be locked
+                trees.remove_tree(directory)
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        trees.remove_tree(directory)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(fd)

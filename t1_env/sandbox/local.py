@@ -17,7 +17,6 @@ from t1_env.errors import ConfigError, SandboxDied, SandboxError, SandboxUnavail
 from t1_env.sandbox import checks, launcher, wire
 from t1_env.sandbox.accounts import Account
 from t1_env.sandbox.base import BuiltEnvironment, CloneResult, ExecResult, Sandbox, SandboxProcess, SandboxSpec
-from t1_env.sandbox.images import build_environment
 from t1_env.sandbox.link import Link
 from t1_env.sandbox.process import LocalProcess, drain, host_pid, read_ready
 from t1_env.sandbox.stacking import Stack
@@ -25,7 +24,7 @@ from t1_env.sandbox.stacking import Stack
 _KILL_TIMEOUT_S: Final = 5.0
 
 
-class SandboxFileError(SandboxError, OSError):
+class SandboxFileError(OSError, SandboxError):  # in this order: only so are errno and filename set
     """A file could not be put into or read from a sandbox; ``errno`` and ``filename`` say why and which."""
 
 
@@ -34,7 +33,8 @@ class LocalSandbox:
 
     The root is an overlay over an allow-list of the host's system directories (``/usr``, ``/opt``) with a synthetic ``/etc``; the rest is
     empty, writes go to a size-limited tmpfs, there is no network (loopback only, also for a task that asks for more: ``"network_off"`` is
-    always among the capabilities), and root inside has no rights outside. Works for root and, with one user inside, for ordinary users. docs/design/sandbox.md describes the anatomy and the limits.
+    always among the capabilities), and root inside has no rights outside. Works for root and, with one user inside, for ordinary users.
+    docs/design/sandbox.md describes the anatomy and the limits.
 
     ``spawn`` never raises because a program cannot be executed: as in a shell, the process then ends with status 127 or 126 and says why
     on its standard error.
@@ -80,14 +80,18 @@ class LocalSandbox:
             if self._link is None:
                 if sys.platform != "linux":
                     raise SandboxUnavailable(f"the local sandbox needs Linux, this is {sys.platform}")
-                self._link, self.capabilities = Link.open(self, self.spec)
-                image = self.spec.image
-                if image is not None and image.environment_dir is not None:
-                    self._built = build_environment(self, image.environment_dir, image.build_timeout_s)
+                if self.spec.image is None:
+                    self._link, self.capabilities = Link.open(self, self.spec, self._stack)
+                    return
+                from t1_env.sandbox.builder import prepared  # builders are local sandboxes themselves
+
+                with prepared(self.spec.image, self.spec.hide) as image:
+                    self._stack, self._account, self._built = image.stack, image.account, image.built
+                    self._link, self.capabilities = Link.open(self, self.spec, self._stack)
 
     @property
     def built(self) -> BuiltEnvironment:
-        """Variables and working directory that the image left; empty before ``start`` and without an image."""
+        """What the image left: variables, working directory, user, what it really started from; empty before ``start``."""
         return self._built
 
     @property
@@ -195,7 +199,7 @@ class LocalSandbox:
         It covers all metadata (a change of contents moves a file's change time) of everything writable except kernel filesystems. What it
         cannot see: a process that goes on writing to a page that it mapped and had already written to.
         """
-        return str(self._require_link().ask_keeper({"op": "generation"})[0]["generation"])
+        return str(self._ask_files({"op": "generation"})[0]["generation"])
 
     def system_changes(self) -> dict[str, str]:
         """Files of the base system that were changed, replaced or removed since the start.
@@ -203,7 +207,7 @@ class LocalSandbox:
         Returns:
             Absolute path -> a mark that changes whenever the file changes again. New files are not listed.
         """
-        return dict(self._require_link().ask_keeper({"op": "system_changes"})[0]["files"])
+        return dict(self._ask_files({"op": "system_changes"})[0]["files"])
 
     def run_in_clone(self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0) -> CloneResult:
         """Freeze the sandbox, run a trusted function in a copy-on-write clone of its filesystem, discard it, thaw; see ``Sandbox``."""

@@ -206,7 +206,7 @@ def export_writes(template: Template, stack: Stack, target: str) -> tuple[tuple[
             continue
         os.mkdir(f"{target}/{part}", 0o755)
         copied, found = _copy(written, f"{target}/{part}", "collect")
-        total = trees.Copied(total.entries + copied.entries, total.size_bytes + copied.size_bytes, total.skipped + copied.skipped)
+        total = total.plus(copied)
         parts.append(part)
         if found.whiteouts or found.opaque:
             marks[part] = {"whiteouts": sorted(found.whiteouts), "opaque": sorted(found.opaque)}

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -51,6 +52,10 @@ class Copied:
     entries: int = 0
     size_bytes: int = 0
     skipped: int = 0
+
+    def plus(self, other: Copied) -> Copied:
+        """The sum of both."""
+        return Copied(self.entries + other.entries, self.size_bytes + other.size_bytes, self.skipped + other.skipped)
 
 
 @dataclass(slots=True)
@@ -240,6 +245,114 @@ def _finish(fd: int, status: os.stat_result, attributes: dict[str, bytes], *, ow
     os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+def measure(path: str) -> Copied:
+    """Count what a copy of the tree at ``path`` would hold."""
+    counted, seen = Copied(), set()
+
+    def add(_: str, status: os.stat_result, __: int) -> None:
+        counted.entries += 1
+        if stat.S_ISREG(status.st_mode):
+            if _identity(status) not in seen:
+                counted.size_bytes += status.st_size
+            if status.st_nlink > 1:
+                seen.add(_identity(status))
+
+    visit(path, add)
+    return counted
+
+
+def visit(path: str, add: Callable[[str, os.stat_result, int], None]) -> None:
+    """Call ``add(relative name, status, open parent directory)`` for everything below ``path``, in an order that names alone decide.
+
+    Raises:
+        OSError: Something could not be read.
+    """
+    prefix: list[str] = []
+
+    def enter(fd: int) -> list[str]:
+        names = sorted(os.listdir(fd))
+        directories = []
+        for name in names:
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            add("/".join([*prefix, name]), status, fd)
+            if stat.S_ISDIR(status.st_mode):
+                directories.append(name)
+        return directories[::-1]
+
+    def open_child(name: str, parent: int) -> int:
+        fd = _open_directory(name, parent)
+        prefix.append(name)
+        return fd
+
+    _descend(os.open(path, _DIRECTORY), enter, lambda name, parent: prefix.pop(), open_child)
+
+
+def remove_tree(name: str, directory: int | None = None) -> None:
+    """Remove a directory and everything in it, of any depth and whatever its modes are; a missing one is fine.
+
+    Args:
+        name: The directory (never a symlink to one), relative to ``directory`` if that is given.
+        directory: Descriptor of the directory that it lies in.
+
+    Raises:
+        OSError: Something could not be removed.
+    """
+    try:
+        fd = _open_to_empty(name, directory)
+    except FileNotFoundError:
+        return
+    _descend(fd, _unlink_files, lambda child, parent: os.rmdir(child, dir_fd=parent), _open_to_empty)
+    os.rmdir(name, dir_fd=directory)
+
+
+def _descend(
+    fd: int, enter: Callable[[int], list[str]], leave: Callable[[str, int], object], open_child: Callable[[str, int], int]
+) -> None:
+    """Visit a tree of any depth with one directory open at a time.
+
+    Args:
+        fd: Its top; closed in the end.
+        enter: Called with each directory, open; returns the names of those in it to visit.
+        leave: Called after each visit but the top's with its name and its parent, open.
+        open_child: Opens a directory in another.
+    """
+    try:
+        levels = [("", _identity(os.fstat(fd)), enter(fd))]
+        while levels:
+            pending = levels[-1][2]
+            if pending:
+                name = pending.pop()
+                fd = _replace(fd, open_child(name, fd))
+                levels.append((name, _identity(os.fstat(fd)), enter(fd)))
+            else:
+                done = levels.pop()[0]
+                if levels:
+                    fd = _ascend(fd, levels[-1][1])
+                    leave(done, fd)
+    finally:
+        os.close(fd)
+
+
+def _open_directory(name: str, directory: int) -> int:
+    return os.open(name, _DIRECTORY, dir_fd=directory)
+
+
+def _open_to_empty(name: str, directory: int | None) -> int:
+    if os.geteuid() != 0 and not stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+        os.chmod(name, 0o700, dir_fd=directory)
+    return os.open(name, _DIRECTORY, dir_fd=directory)
+
+
+def _unlink_files(fd: int) -> list[str]:
+    """Remove everything in a directory but its directories, whose names are returned."""
+    with os.scandir(fd) as entries:
+        children = list(entries)
+    for entry in children:
+        if not entry.is_dir(follow_symlinks=False):
+            os.unlink(entry.name, dir_fd=fd)
+    return [entry.name for entry in children if entry.is_dir(follow_symlinks=False)]
+
+
 def is_kept_attribute(name: str) -> bool:
     """Whether an extended attribute travels with a file; what marks an overlay's own business does not."""
     return name.startswith(_KEPT_ATTRIBUTES) and not name.startswith(_OVERLAY_PREFIX)
@@ -283,9 +396,9 @@ def _replace(old: int, new: int) -> int:
 
 
 def _ascend(fd: int, expected: tuple[int, int]) -> int:
+    """Exchange a directory for its parent, unless that is not ``expected``."""
     parent = os.open("..", _DIRECTORY, dir_fd=fd)
-    os.close(fd)
     if _identity(os.fstat(parent)) != expected:
         os.close(parent)
-        raise OSError(errno.ESTALE, "a directory was moved while it was copied")
-    return parent
+        raise OSError(errno.ESTALE, "a directory was moved meanwhile")
+    return _replace(fd, parent)
