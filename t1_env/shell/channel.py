@@ -1,4 +1,4 @@
-"""The two channels to a running bash: its terminal, and the plain descriptors beside it.
+"""The channels to a running shell: its terminal, and the plain descriptors beside it.
 
 ``ShellChannel`` is the seam for backends: everything above it speaks to a terminal, a command channel and a status channel, and asks the
 kernel questions only through :mod:`t1_env.shell.foreground`, which answers "unknown" where there is no process id to ask about.
@@ -13,13 +13,13 @@ import select
 import struct
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
 from t1_env.errors import ShellError
 from t1_env.sandbox.base import SandboxProcess
-from t1_env.shell import bash
+from t1_env.shell.dialect import Channel, Dialect
 
 READ_SIZE: Final = 1 << 16
 _TIOCSIG: Final = 0x40045436
@@ -63,114 +63,168 @@ class Events:
     writable: bool = False
 
 
-class ShellChannel:
-    """A bash that was started in a sandbox, with its terminal and its command and status channels."""
+class Descriptors:
+    """Both sides of the channels beside the terminal, as they are made for one shell.
 
-    def __init__(self, process: SandboxProcess, master_fd: int, wake_fd: int, text_fd: int, status_fd: int, exports_fd: int) -> None:
+    Attributes:
+        theirs: The shell's side, to be given to it.
+    """
+
+    def __init__(self, channels: Iterable[Channel]) -> None:
+        self.theirs: dict[Channel, int] = {}
+        self._ours: dict[Channel, int] = {}
+        for channel in channels:
+            try:
+                self._make(channel)
+            except OSError:
+                self.close()
+                raise
+
+    def _make(self, channel: Channel) -> None:
+        match channel:
+            case Channel.WAKE:
+                self.theirs[channel], self._ours[channel] = os.pipe2(os.O_CLOEXEC)
+            case Channel.STATUS:
+                self._ours[channel], self.theirs[channel] = os.pipe2(os.O_CLOEXEC)
+            case Channel.NULL:
+                self.theirs[channel] = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            case Channel.TEXT | Channel.EXPORTS:
+                self.theirs[channel] = os.memfd_create(channel.value, os.MFD_CLOEXEC)
+                self._ours[channel] = os.dup(self.theirs[channel])
+                if channel is Channel.EXPORTS:  # emptied between commands, whatever offset the shell's side has
+                    fcntl.fcntl(self._ours[channel], fcntl.F_SETFL, os.O_APPEND)
+
+    def take(self) -> dict[Channel, int]:
+        """Our side; from now on the caller closes it. The shell's side is closed."""
+        ours, self._ours = self._ours, {}
+        for channel in (Channel.WAKE, Channel.STATUS):
+            os.set_blocking(ours[channel], False)
+        self.close()
+        return ours
+
+    def close(self) -> None:
+        """Close what was not taken."""
+        for fd in [*self.theirs.values(), *self._ours.values()]:
+            os.close(fd)
+        self.theirs, self._ours = {}, {}
+
+
+class ShellChannel:
+    """A shell that was started in a sandbox, with its terminal and the channels beside it."""
+
+    def __init__(self, process: SandboxProcess, master_fd: int, ours: dict[Channel, int], dialect: Dialect) -> None:
         self.process = process
         self.master_fd = master_fd
-        self._wake_fd = wake_fd
-        self._text_fd = text_fd
-        self._status_fd = status_fd
-        self._exports_fd = exports_fd
+        self.dialect = dialect
+        self._fds = ours
         self._pid_fd = _open_pidfd(process.pid)
         self._saved_termios = b""
+        self._text_offset = 0
         self._exports = b""
         self._typed = False
         self.status_open = True
         self._output_open = True
         self._poll = select.poll()
-        for fd in (master_fd, status_fd, self._pid_fd):
+        for fd in (master_fd, ours[Channel.STATUS], self._pid_fd):
             if fd is not None:
                 self._poll.register(fd, select.POLLIN)
-        for fd in (master_fd, status_fd, wake_fd):
-            os.set_blocking(fd, False)
+        os.set_blocking(master_fd, False)
 
     @classmethod
-    def open(cls, sandbox: Spawner, *, rows: int, cols: int, env: Mapping[str, str], cwd: str | None) -> Self:
-        """Start bash on a terminal of the given size.
+    def open(cls, sandbox: Spawner, dialect: Dialect, *, rows: int, cols: int, env: Mapping[str, str], cwd: str | None) -> Self:
+        """Start a shell on a terminal of the given size.
 
         Args:
             sandbox: Where to start it.
+            dialect: Which one.
             rows: Terminal height.
             cols: Terminal width.
             env: Variables on top of the sandbox's.
             cwd: Working directory, None for the sandbox's.
 
         Returns:
-            The channel; bash is still reading its start-up file and reports when it is ready.
+            The channel; the shell is still reading its start-up file and reports when it is ready.
 
         Raises:
             SandboxError: If the sandbox cannot start it.
             ShellError: If the sandbox gave no terminal.
         """
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-
-            def own(fd: int, stack: contextlib.ExitStack) -> int:
-                stack.callback(os.close, fd)
-                return fd
-
-            wake_read, wake_write = os.pipe2(os.O_CLOEXEC)
-            own(wake_read, theirs)
-            own(wake_write, ours)
-            status_read, status_write = os.pipe2(os.O_CLOEXEC)
-            own(status_read, ours)
-            own(status_write, theirs)
-            text = own(os.memfd_create("command", os.MFD_CLOEXEC), ours)
-            exports = own(os.memfd_create("exports", os.MFD_CLOEXEC), ours)
-            null = own(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), theirs)
-            os.pwrite(text, bash.startup_file(), 0)
+        descriptors = Descriptors(dialect.passed)
+        try:
+            os.pwrite(descriptors.theirs[Channel.TEXT], dialect.startup_file(), 0)
             process = sandbox.spawn(
-                bash.argv(),
-                env=dict(env),
+                dialect.argv,
+                env={**env, **dialect.env},
                 cwd=cwd,
                 pty_size=(rows, cols),
-                fds={
-                    bash.PASSED_AS[bash.FD_WAKE]: wake_read,
-                    bash.PASSED_AS[bash.FD_TEXT]: text,
-                    bash.PASSED_AS[bash.FD_STATUS]: status_write,
-                    bash.PASSED_AS[bash.FD_EXPORTS]: exports,
-                    bash.PASSED_AS[bash.FD_NULL]: null,
-                },
+                fds={number: descriptors.theirs[channel] for channel, number in dialect.passed.items()},
             )
             if process.pty_fd is None:
                 process.kill()
-                raise ShellError("the sandbox started bash without a terminal: expected SandboxProcess.pty_fd to be its pty's master side")
-            ours.pop_all()
-            return cls(process, process.pty_fd, wake_write, text, status_read, exports)
+                raise ShellError(
+                    f"the sandbox started {dialect.name} without a terminal: expected SandboxProcess.pty_fd to be its pty's master side"
+                )
+            channel = cls(process, process.pty_fd, descriptors.take(), dialect)
+        finally:
+            descriptors.close()
+        channel.save_termios()
+        if dialect.start_line:
+            channel.echo_off()
+            channel.write_keys(dialect.start_line)
+        return channel
+
+    def replace(self, ours: dict[Channel, int]) -> None:
+        """Go on over other channels: the shell closed its side of the old ones and was given these."""
+        self._exports = self.exports()
+        if self.status_open:
+            self._poll.unregister(self._fds[Channel.STATUS])
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = ours
+        self._text_offset = 0
+        self.status_open = True
+        self._poll.register(ours[Channel.STATUS], select.POLLIN)
 
     # ------------------------------------------------------------------------------------------------------------------ commands
     def send(self, payload: bytes) -> None:
         """Put a command on the text channel and wake the loop up."""
-        os.lseek(self._text_fd, 0, os.SEEK_SET)  # the descriptor is shared: bash reads from where we leave it
-        os.ftruncate(self._text_fd, 0)
-        view, offset = memoryview(payload), 0
-        while offset < len(payload):
-            offset += os.pwrite(self._text_fd, view[offset:], offset)
+        text_fd = self._fds[Channel.TEXT]
+        os.ftruncate(text_fd, 0)
+        # The shell reads on from where it stopped, also if its descriptor is not a copy of ours; what lies before is a hole.
+        os.lseek(text_fd, self._text_offset, os.SEEK_SET)
+        view, written = memoryview(payload), 0
+        while written < len(payload):
+            written += os.pwrite(text_fd, view[written:], self._text_offset + written)
+        if not self.dialect.rereads_text:
+            self._text_offset += len(payload)
         self._exports = self.exports()
-        os.lseek(self._exports_fd, 0, os.SEEK_SET)
-        os.ftruncate(self._exports_fd, 0)
+        if Channel.EXPORTS in self._fds:
+            os.ftruncate(self._fds[Channel.EXPORTS], 0)
         # a full pipe means a shell that no longer reads: the caller sees that no status arrives; a closed one means that it is gone
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._wake_fd, b"\0")
+            os.write(self._fds[Channel.WAKE], self.dialect.wake_byte)
 
     def read_status(self) -> bytes:
         """Whatever the status channel holds, without waiting."""
         if not self.status_open:
             return b""
         try:
-            data = os.read(self._status_fd, READ_SIZE)
+            data = os.read(self._fds[Channel.STATUS], READ_SIZE)
         except BlockingIOError:
             return b""
         if not data:
             self.status_open = False
-            self._poll.unregister(self._status_fd)
+            self._poll.unregister(self._fds[Channel.STATUS])
         return data
 
     def exports(self) -> bytes:
-        """``export -p`` as the last finished command left it, as bash source."""
-        size = os.fstat(self._exports_fd).st_size
-        return os.pread(self._exports_fd, size, 0) or self._exports
+        """The exported variables as the last finished command left them, as shell source."""
+        fd = self._fds.get(Channel.EXPORTS)
+        return (os.pread(fd, os.fstat(fd).st_size, 0) if fd is not None else b"") or self._exports
+
+    def note_exports(self, source: bytes) -> None:
+        """Remember exported variables that came with a record."""
+        self._exports = source
 
     # ------------------------------------------------------------------------------------------------------------------ terminal
     def read_output(self) -> bytes:
@@ -270,7 +324,7 @@ class ShellChannel:
         on_master = ready.get(self.master_fd, 0)
         return Events(
             output=bool(on_master & ~select.POLLOUT),
-            status=self._status_fd in ready,
+            status=self._fds[Channel.STATUS] in ready,
             ended=self._pid_fd is not None and self._pid_fd in ready,
             writable=bool(on_master & select.POLLOUT),
         )
@@ -298,11 +352,10 @@ class ShellChannel:
         """End the shell and give the descriptors back. Idempotent."""
         with contextlib.suppress(OSError, ProcessLookupError):
             self.process.kill()
-        for fd in (self.master_fd, self._wake_fd, self._text_fd, self._status_fd, self._exports_fd, self._pid_fd):
+        for fd in (self.master_fd, self._pid_fd, *self._fds.values()):
             if fd is not None and fd >= 0:
                 os.close(fd)
-        self.master_fd = self._wake_fd = self._text_fd = self._status_fd = self._exports_fd = -1
-        self._pid_fd = None
+        self.master_fd, self._pid_fd, self._fds = -1, None, {}
 
 
 def _open_pidfd(pid: int) -> int | None:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import get_args
 
 from t1_env.errors import ConfigError
 from t1_env.protocol import ShellState
+from t1_env.shell.dialect import ShellName
 
 DEFAULT_ENV: Mapping[str, str] = MappingProxyType(
     {
@@ -31,6 +33,7 @@ class ShellConfig:
     """How a session behaves.
 
     Args:
+        shell: ``"bash"``, or in plain mode (no job control is promised) ``"sh"`` and ``"zsh"``.
         rows: Height of the terminal in lines.
         cols: Width of the terminal in columns.
         timeout_s: Default wall-clock limit of one command.
@@ -51,6 +54,7 @@ class ShellConfig:
         ConfigError: If a value cannot be used.
     """
 
+    shell: ShellName = "bash"
     rows: int = 24
     cols: int = 80
     timeout_s: float = 30.0
@@ -67,6 +71,8 @@ class ShellConfig:
     cwd: str | None = None
 
     def __post_init__(self) -> None:
+        if self.shell not in get_args(ShellName):
+            raise ConfigError(f"ShellConfig.shell must be one of {', '.join(get_args(ShellName))}, got {self.shell!r}")
         for name in ("rows", "cols"):
             value = getattr(self, name)
             if not 1 <= value <= 1000:

@@ -12,11 +12,13 @@ import signal
 import time
 from typing import Final
 
-from t1_env.shell import bash, foreground
+from t1_env.shell import foreground
 from t1_env.shell.channel import ShellChannel
 from t1_env.shell.config import ShellConfig
+from t1_env.shell.dialect import PROMPT_MARK, Channel
 from t1_env.shell.log import OutputLog
 from t1_env.shell.output import HeadTail, TextFilter
+from t1_env.shell.records import ChannelBroken, LoopLeft, RecordReader, ShellLeft, StatusRecord
 from t1_env.shell.screen import TerminalScreen
 
 _FIRST_PROBE_S: Final = 0.02
@@ -26,7 +28,6 @@ _DRAIN_BYTES: Final = 1 << 19
 background job that prints without end cannot keep the step open."""
 _MAX_RECOVERIES: Final = 3
 _KILL_ROUND_S: Final = 0.1
-_REENTER: Final = b' \\builtin eval "$__t1_loop"\n'
 
 
 class Outcome(enum.Enum):
@@ -93,13 +94,19 @@ class ShellDriver:
         self._kept = kept
         self._screen = screen
         self._log = log
-        self._reader = bash.RecordReader()
+        self._reader = RecordReader()
         self._sequence = 0
         self._spare: frozenset[int] = frozenset()
         self._last_output = 0.0
         self._tail = b""
         self._recoveries = 0
-        self.record: bash.StatusRecord | None = None
+        self.record: StatusRecord | None = None
+        self.left_cwd: str | None = None
+        """Working directory of a shell that ended, if it could still tell."""
+        self.broken = False
+        """Whether bash cannot read commands any more, because the agent closed a descriptor of ours."""
+        self._payload = b""
+        self._answers = 0
         self.busy = True  # until the start-up file has run
 
     # --------------------------------------------------------------------------------------------------------------------- commands
@@ -112,7 +119,8 @@ class ShellDriver:
         self._sequence += 1
         self._recoveries = 0
         self.busy = True
-        self.channel.send(bash.encode_command(self._sequence, text, self.record))
+        self._payload = self.channel.dialect.encode(self._sequence, text, self.record)
+        self.channel.send(self._payload)
 
     def type_keys(self, data: bytes, deadline: float) -> None:
         """Type into the terminal, reading what it prints meanwhile; what it does not take by the deadline is dropped."""
@@ -158,6 +166,8 @@ class ShellDriver:
                     return Outcome.ENDED
                 # a program that replaced the shell and let go of the terminal: only its end can be waited for
                 time.sleep(min(_FIRST_PROBE_S, max(0.0, limit - now)))
+            if self.broken:
+                return Outcome.LOST
             now = time.monotonic()
             if now >= watch.due:
                 blocked = self._is_blocked()
@@ -185,15 +195,21 @@ class ShellDriver:
         if seen is None:
             return False
         if seen.blocked_on_read:
-            if seen.is_shell and self._tail.endswith(bash.PROMPT_MARK):
+            if seen.is_shell and self._is_at_prompt():
                 return None if not self._reenter() else False
             return True
         if seen.blocked_on_wait and not seen.is_shell and not self.channel.is_canonical():
             return time.monotonic() - self._last_output >= self._config.wait_settle_s / 2
         return False
 
-    def _reenter(self) -> bool:
-        """Type the line that takes bash, fallen out of its loop to the prompt, back in."""
+    def _is_at_prompt(self) -> bool:
+        prompt_fd = self.channel.dialect.prompt_fd
+        if prompt_fd is not None:
+            return foreground.has_descriptor(self.channel.process.pid, prompt_fd)
+        return self._tail.endswith(PROMPT_MARK)
+
+    def _reenter(self, line: bytes | None = None) -> bool:
+        """Type the line that takes the shell, fallen out of its loop to the prompt, back in."""
         self._recoveries += 1
         if self._recoveries > _MAX_RECOVERIES or not self.channel.status_open:
             return False
@@ -201,7 +217,7 @@ class ShellDriver:
         self.channel.restore_termios()
         self.channel.discard_input()
         self.channel.echo_off()
-        self.channel.write_keys(_REENTER)
+        self.channel.write_keys(self.channel.dialect.return_line if line is None else line)
         return True
 
     # ---------------------------------------------------------------------------------------------------------------------- reading
@@ -227,14 +243,56 @@ class ShellDriver:
         """Read the status channel; whether the record of the current command is there."""
         while data := self.channel.read_status():
             for record in self._reader.feed(data):
-                if isinstance(record, bash.LoopLeft):
-                    self._reenter()
-                elif record.sequence == self._sequence:
-                    self.record = record
-                    self.busy = False
+                if isinstance(record, ChannelBroken):
+                    self.broken = True
+                elif isinstance(record, LoopLeft):
+                    if not self.broken:
+                        self._reenter()
+                elif isinstance(record, ShellLeft):
+                    self.left_cwd = record.cwd
+                else:
+                    self._note_status(record)
         return not self.busy
 
+    def _note_status(self, record: StatusRecord) -> None:
+        self._answers += 1
+        if record.sequence == self._sequence:
+            self.record = record
+            self.busy = False
+            if record.exports is not None:
+                self.channel.note_exports(record.exports)
+
     # -------------------------------------------------------------------------------------------------------------------- recovery
+    def reconnect(self, line: bytes, ours: dict[Channel, int], timeout_s: float) -> bool:
+        """Bring bash back after it closed its side of the channels; a command it did not take is sent again.
+
+        Args:
+            line: What makes it open the new ones.
+            ours: Our side of them.
+            timeout_s: How long it may take to answer over them.
+
+        Returns:
+            Whether it is back.
+        """
+        self.channel.replace(ours)
+        self._reader = RecordReader()
+        self._recoveries, self.broken = 0, False
+        self._reenter(line)
+        before, deadline = self._answers, time.monotonic() + timeout_s
+        while self._answers == before:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or self.channel.hung_up:
+                return False
+            events = self.channel.wait(left_s)
+            if events.output:
+                self._read_block()
+            self._take_records()
+        if self.busy:
+            self.channel.send(self._payload)
+        else:
+            self.drain()
+        return True
+
     def interrupt(self) -> Outcome:
         r"""End the command in flight: ^C, ^\, then SIGKILL for what runs in the foreground. The shell itself is spared.
 

@@ -102,6 +102,11 @@ def _is_terminal(pid: int, fd: int) -> bool:
     return os.major(device) in _UNIX98_PTY_MAJORS or (os.major(device), os.minor(device)) == _TTY_DEVICE
 
 
+def has_descriptor(pid: int, fd: int) -> bool:
+    """Whether a process has that descriptor open, as far as the kernel tells."""
+    return os.path.lexists(f"/proc/{pid}/fd/{fd}")
+
+
 def _stat_fields(pid: int) -> list[str]:
     try:
         text = (_PROC / str(pid) / "stat").read_text()

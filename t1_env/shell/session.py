@@ -11,7 +11,8 @@ import numpy.typing as npt
 from t1_env.protocol import ShellState
 from t1_env.shell.channel import Spawner
 from t1_env.shell.config import ShellConfig, ShellResult
-from t1_env.shell.engine import LOG_BLOCK_BYTES, BashEngine, OffersShell, ShellEngine
+from t1_env.shell.engine import BashEngine
+from t1_env.shell.interface import LOG_BLOCK_BYTES, OffersShell, ShellEngine
 
 
 class Session:
@@ -41,7 +42,7 @@ class Session:
 
         Raises:
             SandboxError: If the sandbox cannot start a process.
-            ShellError: If bash is missing or does not come up.
+            ShellError: If the shell is missing or does not come up.
         """
         self._engine.start()
 
@@ -141,7 +142,7 @@ class Session:
             What happened.
 
         Raises:
-            ShellError: If the session was not started, or a shell that ended could not be replaced.
+            ShellError: If the session was not started.
         """
         return self._engine.run(text, timeout_s)
 
@@ -158,6 +159,6 @@ class Session:
             What happened; state ``running`` if neither was the case in time.
 
         Raises:
-            ShellError: If the session was not started, or a shell that ended could not be replaced.
+            ShellError: If the session was not started.
         """
         return self._engine.keys(text, wait_s)

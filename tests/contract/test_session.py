@@ -558,12 +558,19 @@ def test_closed_terminal_descriptors(session: Session) -> None:
     assert session.run("(exit 6)").exit_code == 6
 
 
-def test_all_descriptors_closed_gives_a_new_shell(session: Session) -> None:
-    session.run("cd /usr; export A=1")
-    result = session.run('for fd in /proc/$$/fd/*; do n=${fd##*/}; [ $n -gt 2 ] && eval "exec $n>&-"; done; echo closed')
-    assert result.state is EXITED
-    assert result.output.startswith("closed\n")
-    ok(session.run("echo $A; pwd"), "1\n/usr\n")
+def test_all_descriptors_closed_keeps_the_shell(session: Session) -> None:
+    session.run("cd /usr; export A=1; x=2; f() { echo f; }")
+    result = session.run('for fd in /proc/$$/fd/*; do n=${fd##*/}; [ $n -gt 2 ] && eval "exec $n>&-"; done; echo closed; (exit 7)')
+    ok(result, "closed\n", code=7)
+    ok(session.run("echo $? $A $x $(f); pwd; ls /proc/self/fd | wc -l"), "7 1 2 f\n/usr\n4\n")
+
+
+@pytest.mark.parametrize("fd", ["500<", "501<", "502>", "503>", "504>", "255>"])
+def test_one_descriptor_closed_keeps_the_shell(session: Session, fd: str) -> None:
+    session.run("x=2")
+    ok(session.run(f"echo a; exec {fd}&-; (exit 5)"), "a\n", code=5)
+    ok(session.run("echo $? $x"), "5 2\n")
+    ok(session.run("echo again"), "again\n")
 
 
 def test_directory_that_is_deleted(session: Session) -> None:

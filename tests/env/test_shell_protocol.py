@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 
 import pytest
@@ -8,19 +9,33 @@ from hypothesis import strategies as st
 
 from t1_env.errors import ConfigError
 from t1_env.shell import ShellConfig
-from t1_env.shell.bash import LoopLeft, RecordReader, StatusRecord, encode_command, startup_file
+from t1_env.shell.bash import BashDialect
+from t1_env.shell.dialect import ShellName, dialect_for
 from t1_env.shell.keys import encode_keys
+from t1_env.shell.plain import PosixDialect, ZshDialect
+from t1_env.shell.records import ChannelBroken, LoopLeft, RecordReader, ShellLeft, StatusRecord
 
-RECORD = StatusRecord(sequence=7, exit_code=3, flags="himBHs", cwd="/a b", debug_trap=b"")
+RECORD = StatusRecord(sequence=7, exit_code=3, flags="himBHs", cwd="/a b")
 
 
 def test_records_survive_any_cut_and_junk() -> None:
-    data = b"S7\x003\0himBHs\0/a b.\0\0" + b"L\0\0" + b"junk\0\0" + b"noise trap -- 'echo \nD' DEBUG\nS8\x000\0hx\0/\xff.\0\0"
-    expected = [RECORD, LoopLeft, StatusRecord(8, 0, "hx", "/\udcff", b"trap -- 'echo \nD' DEBUG\n")]
+    traps = "trap -- 'echo \nD' DEBUG\ntrap -- 'S1' ERR\n"
+    function = "builtin () \n{ \n    echo S\n}\n"
+    data = (
+        b"S7\x003\0himBHs\0/a b.\0\0" + b"L\0\0" + b"junk\0\0" + f"noise {traps}{function}S8\x000\0hx\0/".encode() + b"\xff.\0\0"
+        b"B\0\0" + b"S9\x000\0i\0/.\0Xexport A='1\n2'\n\0\0" + b"X/end.\0\0"
+    )
+    expected = [
+        RECORD,
+        LoopLeft(),
+        StatusRecord(8, 0, "hx", "/\udcff", functions=function, traps=traps),
+        ChannelBroken(),
+        StatusRecord(9, 0, "i", "/", exports=b"export A='1\n2'\n"),
+        ShellLeft("/end"),
+    ]
     for size in (1, 2, 3, len(data)):
         reader = RecordReader()
-        records = [record for i in range(0, len(data), size) for record in reader.feed(data[i : i + size])]
-        assert [type(record) if isinstance(record, LoopLeft) else record for record in records] == expected
+        assert [record for i in range(0, len(data), size) for record in reader.feed(data[i : i + size])] == expected
 
 
 @given(st.binary(max_size=200))
@@ -32,17 +47,31 @@ def test_any_junk_is_tolerated(data: bytes) -> None:
 
 
 def test_command_encoding() -> None:
-    assert encode_command(1, "echo hi", None) == b"1\0echo hi\0"
-    assert encode_command(2, "a\0b", StatusRecord(1, 0, "himBH", "/", b"")) == b"2\0ab\0"
-    assert encode_command(8, "x", RECORD) == b"8\0__t1_ret 3 '' && :\nx\0"
-    assert encode_command(8, "x", StatusRecord(7, 0, "exhi", "/", b"")) == b"8\0__t1_ret 0 'ex'\nx\0"
-    assert encode_command(8, "x", StatusRecord(7, 0, "h", "/", b"trap -- 'd' DEBUG\n")) == b"8\0trap -- 'd' DEBUG\nx\0"
-    assert encode_command(1, "\udcff \ud800", None) == b"1\0? ?\0"
-    assert encode_command(1, "\udcff", None) == b"1\0\xff\0"
+    encode = BashDialect().encode
+    assert encode(1, "echo hi", None) == b"1\0echo hi\0"
+    assert encode(2, "a\0b", StatusRecord(1, 0, "himBH", "/")) == b"2\0ab\0"
+    assert encode(8, "x", RECORD) == b"8\0__t1_ret 3 '' && :\nx\0"
+    assert encode(8, "x", StatusRecord(7, 0, "exhi", "/")) == b"8\0__t1_ret 0 'ex'\nx\0"
+    assert encode(8, "x", StatusRecord(7, 0, "h", "/", traps="trap d\n")) == b"8\0__t1_ret 0 '' 'trap d\n'\nx\0"
+    assert encode(8, "x", StatusRecord(7, 0, "h", "/", functions="f")) == b"8\0__t1_ret 0 '' '' 'f'\nx\0"
+    assert encode(1, "\udcff \ud800", None) == b"1\0? ?\0"
+    assert encode(1, "\udcff", None) == b"1\0\xff\0"
 
 
-def test_startup_file_is_bash() -> None:
-    assert subprocess.run(["bash", "-n"], input=startup_file(), check=True, capture_output=True).stderr == b""
+def test_command_encoding_in_plain_mode() -> None:
+    encode = PosixDialect().encode
+    assert encode(1, "echo 'it'", None) == b"__t1_seq=1\neval 'echo '\\''it'\\''' 7<&- 8<&- 9>&-\n"
+    assert encode(8, "x", RECORD) == b"__t1_seq=8\neval '{ __t1_ret 3; } 2>|/dev/null && :\nx' 7<&- 8<&- 9>&-\n"
+    assert b"set -ex; __t1_ret 0;" in encode(8, "x", StatusRecord(7, 0, "exhi", "/"))
+    assert b"__t1_left=$?" in ZshDialect().encode(1, "x", None)
+
+
+@pytest.mark.parametrize("name", ["bash", "sh", "zsh"])
+def test_startup_file_is_what_the_shell_reads(name: ShellName) -> None:
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed here")
+    done = subprocess.run([name, "-n"], input=dialect_for(name).startup_file(), check=True, capture_output=True)
+    assert done.stderr == b""
 
 
 @pytest.mark.parametrize(
@@ -77,8 +106,10 @@ def test_cursor_keys_in_application_mode() -> None:
         {"max_output_bytes": 3},
         {"interrupt_grace_s": -1},
         {"quiet_timeout_s": 0},
+        {"log_bytes": -1},
+        {"shell": "fish"},
     ],
 )
-def test_bad_configuration(options: dict[str, float]) -> None:
+def test_bad_configuration(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         ShellConfig(**options)  # type: ignore[arg-type]
