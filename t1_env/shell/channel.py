@@ -298,10 +298,17 @@ class ShellChannel:
 
     def is_canonical(self) -> bool:
         """Whether the terminal collects whole lines; full-screen programs and line editors switch that off."""
+        return bool(self._local_modes() & termios.ICANON)
+
+    def is_cooked(self) -> bool:
+        """Whether the terminal collects whole lines and shows what is typed, as most programs leave it."""
+        return self._local_modes() & (termios.ICANON | termios.ECHO) == termios.ICANON | termios.ECHO
+
+    def _local_modes(self) -> int:
         try:
-            return bool(termios.tcgetattr(self.master_fd)[3] & termios.ICANON)
+            return int(termios.tcgetattr(self.master_fd)[3])
         except termios.error:
-            return True
+            return termios.ICANON | termios.ECHO
 
     def signal_foreground(self, signal_number: int) -> None:
         """SIGINT, SIGQUIT or SIGTSTP to the foreground process group, whatever modes the terminal is in."""

@@ -13,6 +13,7 @@ import time
 from typing import Final
 
 from t1_env.shell import foreground
+from t1_env.shell.blocked import has_descriptor, program_name
 from t1_env.shell.channel import ShellChannel
 from t1_env.shell.config import ShellConfig
 from t1_env.shell.dialect import PROMPT_MARK, Channel
@@ -107,6 +108,7 @@ class ShellDriver:
         """Whether bash cannot read commands any more, because the agent closed a descriptor of ours."""
         self._payload = b""
         self._answers = 0
+        self._cpu_ticks: int | None = None
         self.busy = True  # until the start-up file has run
 
     # --------------------------------------------------------------------------------------------------------------------- commands
@@ -198,14 +200,25 @@ class ShellDriver:
             if seen.is_shell and self._is_at_prompt():
                 return None if not self._reenter() else False
             return True
-        if seen.blocked_on_wait and not seen.is_shell and not self.channel.is_canonical():
-            return time.monotonic() - self._last_output >= self._config.wait_settle_s / 2
-        return False
+        if seen.is_shell or self.channel.is_cooked():
+            return False
+        # no lines are collected, or nothing typed is shown: an editor, a pager, a password
+        quiet_s = time.monotonic() - self._last_output
+        if seen.blocked_on_wait and not self.channel.is_canonical():
+            return quiet_s >= self._config.wait_settle_s / 2
+        idle = seen.cpu_ticks is not None and seen.cpu_ticks == self._cpu_ticks
+        self._cpu_ticks = seen.cpu_ticks
+        return idle and quiet_s >= self._config.wait_settle_s
+
+    def foreground_program(self) -> str:
+        """Name of the program in the foreground; empty for the shell itself, and where it is unknown."""
+        group = foreground.foreground_group(self.channel.master_fd)
+        return program_name(group) if group not in (0, self.channel.process.pid) else ""
 
     def _is_at_prompt(self) -> bool:
         prompt_fd = self.channel.dialect.prompt_fd
         if prompt_fd is not None:
-            return foreground.has_descriptor(self.channel.process.pid, prompt_fd)
+            return has_descriptor(self.channel.process.pid, prompt_fd)
         return self._tail.endswith(PROMPT_MARK)
 
     def _reenter(self, line: bytes | None = None) -> bool:

@@ -20,6 +20,7 @@ from t1_env.shell.interface import LOG_BLOCK_BYTES, OffersShell, ShellEngine
 from t1_env.shell.keys import encode_keys
 from t1_env.shell.log import OutputLog
 from t1_env.shell.output import HeadTail, TextFilter
+from t1_env.shell.prompts import is_continuation
 from t1_env.shell.repair import Holder
 from t1_env.shell.screen import TerminalScreen
 
@@ -281,8 +282,7 @@ class BashEngine:
                 exit_code = TIMEOUT_EXIT_CODE if timed_out else driver.record.exit_code
                 return self._result(started, exit_code, ShellState.IDLE, timed_out=timed_out)
             case Outcome.WAITING:
-                state = ShellState.FULLSCREEN if self._text.alternate else ShellState.WAITING_FOR_INPUT
-                return self._result(started, None, state)
+                return self._result(started, None, self._waiting_state(driver))
             case Outcome.ENDED:
                 return self._ended(started, timed_out=timed_out)
             case _ if timed_out or outcome is Outcome.LOST:  # it did not come back from the interrupts, or from its own prompt
@@ -290,6 +290,14 @@ class BashEngine:
             case _:
                 state = ShellState.FULLSCREEN if self._text.alternate else ShellState.RUNNING
                 return self._result(started, None, state)
+
+    def _waiting_state(self, driver: ShellDriver) -> ShellState:
+        """Somebody reads the terminal: that is certain. What the program calls its prompt refines it, where the program is known."""
+        if self._text.alternate:
+            return ShellState.FULLSCREEN
+        if is_continuation(driver.foreground_program(), self._text.unfinished_line):
+            return ShellState.CONTINUATION
+        return ShellState.WAITING_FOR_INPUT
 
     def _ended(self, started: float, *, timed_out: bool = False) -> ShellResult:
         driver = self._live()

@@ -1,6 +1,6 @@
 """What the kernel says about the foreground of a terminal: who is there, and is it blocked reading the terminal?
 
-Independent of anything the programs print. Answers None ("unknown") where ``/proc`` does not tell.
+Independent of anything the programs print.
 """
 
 from __future__ import annotations
@@ -8,27 +8,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import platform
 import select
 import signal
 import struct
 import termios
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-_PROC: Final = Path("/proc")
-_UNIX98_PTY_MAJORS: Final = range(136, 144)
-_TTY_DEVICE: Final = (5, 0)
+from t1_env.shell.blocked import PROC, blocked_call, stat_fields
 
-# numbers of the calls in which a program waits for input, by machine
-_READ_CALLS: Final = {"x86_64": frozenset({0, 19}), "aarch64": frozenset({63, 65})}  # read, readv
-_WAIT_CALLS: Final = {
-    "x86_64": frozenset({7, 23, 232, 270, 271, 281, 441}),  # poll select epoll_wait pselect6 ppoll epoll_pwait epoll_pwait2
-    "aarch64": frozenset({22, 72, 73, 441}),  # epoll_pwait pselect6 ppoll epoll_pwait2
-}
-_MAX_THREADS: Final = 16
 _MAX_PROCESSES: Final = 4096
 
 
@@ -41,12 +30,14 @@ class Foreground:
         is_shell: Whether that is the shell's own group.
         blocked_on_read: Whether one of its processes is blocked reading the terminal.
         blocked_on_wait: Whether one of them sits in a poll or select call (it may or may not be about the terminal).
+        cpu_ticks: Where the kernel only tells that all of them sleep: the processor time they have used, in clock ticks; else None.
     """
 
     group: int
     is_shell: bool
     blocked_on_read: bool
     blocked_on_wait: bool
+    cpu_ticks: int | None = None
 
 
 def foreground_group(master_fd: int) -> int:
@@ -63,60 +54,17 @@ def probe(master_fd: int, shell_pid: int) -> Foreground | None:
     if group <= 0 or shell_pid <= 0:
         return None
     candidates = [shell_pid] if group == shell_pid else [group]
-    calls = [_blocked_call(pid) for pid in candidates]
-    if not any(calls):
+    sleeps = [blocked_call(pid) for pid in candidates]
+    if not any(sleep.call in ("read", "wait") for sleep in sleeps):
         candidates = [pid for pid in descendants(shell_pid) if _group_of(pid) == group]
-        calls = [_blocked_call(pid) for pid in candidates]
-    return Foreground(group, group == shell_pid, "read" in calls, "wait" in calls)
-
-
-def _blocked_call(pid: int) -> str:
-    """``"read"`` if a thread of the process is blocked reading a terminal, ``"wait"`` if one waits for events, else ``""``."""
-    machine = platform.machine()
-    reads, waits = _READ_CALLS.get(machine, frozenset()), _WAIT_CALLS.get(machine, frozenset())
-    found = ""
-    try:
-        threads = os.listdir(_PROC / str(pid) / "task")[:_MAX_THREADS]  # noqa: PTH208 - hot path
-    except OSError:
-        return ""
-    for thread in threads:
-        try:
-            fields = (_PROC / str(pid) / "task" / thread / "syscall").read_text().split()
-        except OSError:
-            continue
-        if len(fields) < 2 or not fields[0].isdigit():  # "running"
-            continue
-        number = int(fields[0])
-        if number in reads and _is_terminal(pid, int(fields[1], 16)):
-            return "read"
-        if number in waits:
-            found = "wait"
-    return found
-
-
-def _is_terminal(pid: int, fd: int) -> bool:
-    try:
-        device = (_PROC / str(pid) / "fd" / str(fd)).stat().st_rdev
-    except OSError:
-        return False
-    return os.major(device) in _UNIX98_PTY_MAJORS or (os.major(device), os.minor(device)) == _TTY_DEVICE
-
-
-def has_descriptor(pid: int, fd: int) -> bool:
-    """Whether a process has that descriptor open, as far as the kernel tells."""
-    return os.path.lexists(f"/proc/{pid}/fd/{fd}")
-
-
-def _stat_fields(pid: int) -> list[str]:
-    try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return []
-    return text[text.rfind(")") + 2 :].split()  # the name may hold anything, also ")"
+        sleeps = [blocked_call(pid) for pid in candidates]
+    calls = {sleep.call for sleep in sleeps}
+    cpu_ticks = sum(sleep.cpu_ticks for sleep in sleeps) if calls == {"opaque"} else None
+    return Foreground(group, group == shell_pid, "read" in calls, "wait" in calls, cpu_ticks)
 
 
 def _group_of(pid: int) -> int:
-    fields = _stat_fields(pid)
+    fields = stat_fields(pid)
     return int(fields[2]) if fields else -1
 
 
@@ -145,8 +93,8 @@ def shell_children(shell_pid: int) -> frozenset[int]:
 def _children(pid: int) -> list[int]:
     children: list[int] = []
     with contextlib.suppress(OSError):
-        for thread in os.listdir(_PROC / str(pid) / "task"):  # noqa: PTH208 - hot path
-            text = (_PROC / str(pid) / "task" / thread / "children").read_text()
+        for thread in os.listdir(PROC / str(pid) / "task"):  # noqa: PTH208 - hot path
+            text = (PROC / str(pid) / "task" / thread / "children").read_text()
             children += [int(child) for child in text.split()]
     return children
 

@@ -109,6 +109,11 @@ class TextFilter:
             return self._feed_plain(text)
         return self._feed_lines(text)
 
+    @property
+    def unfinished_line(self) -> str:
+        """What the last line holds so far (of this step): a prompt, if a program waits for input."""
+        return self._line if self._cells is None else "".join(self._cells)
+
     def flush(self, *, final: bool = True) -> str:
         """The unfinished line as it looks now.
 
