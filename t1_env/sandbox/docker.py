@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable, TransportLost
 from t1_env.sandbox import checks, files
 from t1_env.sandbox.base import BuiltEnvironment, CloneResult, SandboxSpec
-from t1_env.sandbox.docker_clone import Call, call_in_clone
+from t1_env.sandbox.docker_clone import Call, call_in_clone, copy_volumes
 from t1_env.sandbox.docker_config import DockerConfig
 from t1_env.sandbox.docker_container import Container, Order, remove_image
 from t1_env.sandbox.docker_daemon import Daemon, daemon_for
 from t1_env.sandbox.docker_images import Image, find_image
+from t1_env.sandbox.docker_leftovers import remove_once
 from t1_env.sandbox.docker_runtime import ROOT, ensure_volume, forget_volume
+from t1_env.sandbox.docker_stream import AttachStream
 from t1_env.sandbox.keeper import BASE_ENV
 from t1_env.sandbox.outpost.client import OutpostClient
 from t1_env.sandbox.outpost.frames import Header
@@ -58,6 +61,7 @@ class DockerSandbox(RemoteSandbox):
         self._container: Container | None = None
         self._volume = ""
         self._layers: tuple[str, tuple[str, ...]] | None = None
+        self._origin: Container | None = None  # what this one is a fork of, while it starts
         self._commits: tuple[str, ...] = ()  # images that only this sandbox and its forks are made of, the newest first
 
     # ------------------------------------------------------------------------------------------------------------------ life cycle
@@ -77,6 +81,7 @@ class DockerSandbox(RemoteSandbox):
 
     def _connect(self) -> OutpostClient:
         daemon = self._daemon = daemon_for(self.config)
+        remove_once(daemon)
         if self._image is None:
             self._image = find_image(daemon, self.spec.image)
         try:
@@ -104,9 +109,12 @@ class DockerSandbox(RemoteSandbox):
             user=image.user or "0:0",
             network_mode=daemon.config.network_mode if self.spec.network else "none",
             env={name: "" for name in _LOADER_VARIABLES if name in image.env},
+            fresh=() if self._origin is None else image.volumes,
         )
         with daemon.start_slot():
             container = self._container = Container(daemon, order)
+            if self._origin is not None:
+                copy_volumes(self._origin, container, image.volumes)
             stream = container.start()
         try:
             return OutpostClient(stream, explain_loss=container.explain_loss)
@@ -155,7 +163,13 @@ class DockerSandbox(RemoteSandbox):
     # ---------------------------------------------------------------------------------------------------------------------- files
     def put(self, source: Path | bytes, dest: str, *, mode: int | None = None) -> None:
         """Copy a host file, a whole host directory or bytes to an absolute path, owned by root; see ``Sandbox.put``."""
-        super().put(source, dest, mode=mode)
+        self._of_container()
+        assert self._image is not None
+        if self._image.user in _ROOT_USERS:
+            super().put(source, dest, mode=mode)
+        else:
+            with self._root_files() as files_of_root:
+                files_of_root.put(source, dest, mode=mode)
 
     def generation(self) -> str:
         """A fingerprint of everything the sandbox's processes wrote; see ``Sandbox.generation``.
@@ -163,7 +177,7 @@ class DockerSandbox(RemoteSandbox):
         With a daemon on this machine it is taken from the container's own layer, at a cost that depends only on what was written; else the
         outpost looks at all files.
         """
-        self._live()
+        self._of_container()
         if self._layers is None or self._image is None or self._image.volumes:
             return super().generation()
         upper = self._layers[0]
@@ -216,21 +230,40 @@ class DockerSandbox(RemoteSandbox):
         container = self._of_container()
         assert self._daemon is not None
         assert self._image is not None
-        with self._daemon.start_slot():
-            commit = container.commit("commit")
         copy = DockerSandbox(self.spec, self.config)
-        copy._image = dataclasses.replace(self._image, id=commit)
-        copy._commits = (commit, *self._commits)
-        try:
-            copy.start()
-        except BaseException:
-            remove_image(self._daemon, commit)
-            raise
+        with container.paused() if self._image.volumes else contextlib.nullcontext():
+            with self._daemon.start_slot():
+                commit = container.commit("commit")
+            copy._image, copy._origin = dataclasses.replace(self._image, id=commit), container
+            copy._commits = (commit, *self._commits)
+            try:
+                copy.start()
+            except BaseException:
+                remove_image(self._daemon, commit)
+                raise
+        copy._origin = None
         return copy
 
+    def _root_files(self) -> RemoteSandbox:
+        """Another outpost in the container, for work that the image's own user may not do."""
+        container = self._of_container()
+        return _RootFiles(lambda: container.execute(make_runtime("complete").command(ROOT, "native")))
+
     def _of_container(self) -> Container:
-        self._live()
-        container = self._container
+        client, container = self._live(), self._container
         if container is None:
             raise SandboxDied("this sandbox was closed")
+        if not client.alive:
+            client.submit("alive").forget()  # raises what is known of its end
         return container
+
+
+class _RootFiles(RemoteSandbox):
+    """The files of a container in the hands of root, through an outpost that is started for it and ends with it."""
+
+    def __init__(self, execute: Callable[[], AttachStream]) -> None:
+        super().__init__(SandboxSpec(workdir="/"))
+        self._execute = execute
+
+    def _connect(self) -> OutpostClient:
+        return OutpostClient(self._execute())

@@ -5,6 +5,7 @@ Works with any daemon, also one far away. The agent's processes stand still whil
 
 from __future__ import annotations
 
+import contextlib
 import json
 import posixpath
 import time
@@ -16,7 +17,7 @@ from typing import Any, Final
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, TransportLost
 from t1_env.sandbox import checks
 from t1_env.sandbox.base import CloneResult, SandboxSpec
-from t1_env.sandbox.docker_container import Container, Order, archive_of, remove_image
+from t1_env.sandbox.docker_container import Container, Order, archive_of_mounts, remove_image
 from t1_env.sandbox.docker_daemon import Daemon
 from t1_env.sandbox.docker_stream import AttachStream
 
@@ -66,12 +67,12 @@ def call_in_clone(daemon: Daemon, container: Container, spec: SandboxSpec, call:
         SandboxDied: The agent's container is gone.
         TransportLost: The daemon does not answer.
     """
-    archives = _archives(call.mounts)
+    _check_mounts(call.mounts)
     started = time.monotonic()
     clone: Container | None = None
     image = ""
     try:
-        with daemon.start_slot():
+        with daemon.start_slot(), container.paused() if call.volumes else contextlib.nullcontext():
             image = container.commit("clone-commit")
             order = Order(
                 image=image,
@@ -79,14 +80,13 @@ def call_in_clone(daemon: Daemon, container: Container, spec: SandboxSpec, call:
                 spec=spec,
                 kind="clone",
                 runtime_volume=call.runtime_volume,
-                fresh=[*call.mounts, *call.volumes],
+                fresh=call.volumes,
                 user="0:0",
             )
             clone = Container(daemon, order)
-            for target, archive in archives.items():
-                clone.put(posixpath.dirname(target), archive)
-            for path in call.volumes:
-                clone.put(posixpath.dirname(path), container.fetch(path))
+            if call.mounts:
+                clone.put("/", archive_of_mounts({target: source.resolve() for target, source in call.mounts.items()}))
+            copy_volumes(container, clone, call.volumes)
             stream = clone.start()
         result, error = _converse(stream, clone, call)
     except (SandboxDied, TransportLost):
@@ -124,8 +124,15 @@ def _converse(stream: AttachStream, clone: Container, call: Call) -> tuple[Any, 
     return answer.get("payload"), answer.get("error")
 
 
-def _archives(mounts: Mapping[str, Path]) -> dict[str, bytes]:
-    archives = {}
+def copy_volumes(container: Container, clone: Container, paths: Sequence[str]) -> None:
+    """Copy what a commit leaves out, the volumes of a container, into another that is not started yet."""
+    for path in paths:
+        archive = container.fetch(path)
+        if archive is not None:  # else the agent moved a directory above it away
+            clone.put(posixpath.dirname(path), archive)
+
+
+def _check_mounts(mounts: Mapping[str, Path]) -> None:
     for target, source in mounts.items():
         checks.check_path(target)
         parts = [part for part in target.split("/") if part]
@@ -133,5 +140,3 @@ def _archives(mounts: Mapping[str, Path]) -> dict[str, bytes]:
             raise ConfigError(f"cannot mount at {target!r} in a clone: give an absolute path outside /proc, /dev, /sys and /.t1")
         if not source.exists():
             raise ConfigError(f"run_in_clone: mounts[{target!r}] = {str(source)!r} does not exist on the host")
-        archives[target] = archive_of(source.resolve(), posixpath.basename(posixpath.normpath(target)))
-    return archives

@@ -162,10 +162,13 @@ class Container:
         with self._daemon.doing(f"put files into {path}", gone=self._gone):
             self._daemon.api.put_archive(self.id, path, archive)
 
-    def fetch(self, path: str) -> bytes:
-        """A tar archive of a file or directory, whose top is its last name."""
-        with self._daemon.doing(f"read {path}", gone=self._gone):
-            chunks, _ = self._daemon.api.get_archive(self.id, path)
+    def fetch(self, path: str) -> bytes | None:
+        """A tar archive of a file or directory, whose top is its last name; None if there is nothing at this path."""
+        with self._daemon.doing(f"read {path}"):
+            try:
+                chunks, _ = self._daemon.api.get_archive(self.id, path)
+            except self._daemon.sdk.errors.NotFound:
+                return None
             return b"".join(chunks)
 
     def changes(self) -> list[tuple[str, int]]:
@@ -184,6 +187,12 @@ class Container:
         if driver.get("Name") != "overlay2" or not upper or not lower or not os.access(upper, os.R_OK | os.X_OK):
             return None
         return str(upper), tuple(str(lower).split(":"))
+
+    def execute(self, command: Sequence[str]) -> AttachStream:
+        """Start another process in it, as root; returns its standard streams."""
+        with self._daemon.doing("start a process in a container", gone=self._gone):
+            made = self._daemon.api.exec_create(self.id, list(command), stdin=True, user="0:0", workdir="/")
+            return AttachStream(self._daemon.api.exec_start(made["Id"], socket=True))
 
     # ------------------------------------------------------------------------------------------------------------------ snapshots
     def commit(self, kind: str) -> str:
@@ -290,30 +299,32 @@ class Container:
         return options
 
 
-def archive_of(source: Path | bytes, name: str, mode: int | None = None) -> bytes:
-    """A tar archive of one host file, one host directory or bytes, owned by root.
+def archive_of_mounts(mounts: Mapping[str, Path]) -> bytes:
+    """A tar archive that, unpacked at the root of a container, puts files and directories of this host in place of whatever is there.
+
+    Unpacking a file over a directory takes the directory away with all it holds, and unpacking a directory over a link or a file takes
+    that away; so nothing that stands at a target or above it can add to what is mounted or lead it somewhere else.
 
     Args:
-        source: What goes in; a directory with everything below it.
-        name: Its path in the archive.
-        mode: Permission bits of a file; None keeps the file's own (0644 for bytes).
+        mounts: Absolute path inside -> path on this host. Owners become root.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        if isinstance(source, bytes):
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(source), 0o644 if mode is None else mode
-            archive.addfile(entry, io.BytesIO(source))
-        else:
-            archive.add(source, name, filter=lambda entry: _owned_by_root(entry, mode))
+        for target, source in mounts.items():
+            parts = [part for part in target.split("/") if part not in ("", ".")]
+            for count in range(1, len(parts)):
+                entry = tarfile.TarInfo("/".join(parts[:count]))
+                entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+                archive.addfile(entry)
+            name = "/".join(parts)
+            archive.addfile(tarfile.TarInfo(name))
+            archive.add(source, name, filter=_owned_by_root)
     return buffer.getvalue()
 
 
-def _owned_by_root(entry: tarfile.TarInfo, mode: int | None) -> tarfile.TarInfo:
+def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = "root"
-    if mode is not None and entry.isfile():
-        entry.mode = mode
     return entry
 
 

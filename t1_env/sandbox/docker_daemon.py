@@ -22,6 +22,7 @@ from t1_env.sandbox.owner import owner_id
 KIND_LABEL: Final = "t1.kind"
 """Label that says what a thing is for: ``sandbox``, ``clone``, ``commit``, ``task-image``, ``runtime`` or ``runtime-filler``."""
 
+_MOST_CONNECTIONS: Final = 256
 _ADVICE: Final = (
     "install Docker Engine and start it (systemctl start docker), set DOCKER_HOST if it listens elsewhere, "
     "and if the permission is denied add this user to the group 'docker'"
@@ -179,7 +180,15 @@ class Daemon:
             settings: dict[str, Any] = {"base_url": self.config.base_url}
         else:
             settings = self.sdk.utils.kwargs_from_env()
-        return self.sdk.APIClient(version=self._version, timeout=timeout_s, **settings)
+        client = self.sdk.APIClient(version=self._version, timeout=timeout_s, max_pool_size=_MOST_CONNECTIONS, **settings)
+        # A connection for each request: kept ones would have to be counted as descriptors, and are stale once the daemon was restarted.
+        client.headers["Connection"] = "close"
+        adapter = client.get_adapter(client.base_url)
+        if hasattr(adapter, "socket_path"):
+            # The SDK makes a pool of connections for every path and closes the eldest, also while another thread is about to use it.
+            get_connection = adapter.get_connection
+            adapter.get_connection = lambda _, proxies=None: get_connection(client.base_url, proxies)
+        return client
 
 
 _daemons: dict[tuple[object, ...], Daemon] = {}
@@ -206,21 +215,6 @@ def daemon_for(config: DockerConfig) -> Daemon:
             if len(_daemons) == 1:
                 atexit.register(_close_all)
         return daemon
-
-
-def describe(config: DockerConfig | None = None) -> str:
-    """What answers, in a few words.
-
-    Args:
-        config: Settings; default ``DockerConfig()``.
-
-    Raises:
-        DependencyMissing: The docker SDK is not installed.
-        SandboxUnavailable: No daemon answers; the message says what to do.
-    """
-    with contextlib.closing(Daemon(config or DockerConfig())) as daemon:
-        info = daemon.info
-        return f"Docker {info.get('ServerVersion')} answers ({info.get('Driver')}, cgroup v{info.get('CgroupVersion', '1')})"
 
 
 def _close_all() -> None:
