@@ -61,13 +61,13 @@ def resolve(root_fd: int, user: str) -> Account:
     elif name == "root":
         login, uid, gid, home = "root", 0, 0, "/root"
     else:
-        raise OSError(errno.ENOENT, f"no user {name!r} in the image's /etc/passwd", user)
+        raise OSError(errno.ENOENT, f"no user {name!r} in the image's /etc/passwd")
     groups = _lines(root_fd, "/etc/group", 4)
     if not separator:
         return Account(login, uid, gid, tuple(sorted({_number(line[2]) for line in groups if login in line[3].split(",")})), home)
     found = _find(groups, group)
     if found is None and not group.isdecimal():
-        raise OSError(errno.ENOENT, f"no group {group!r} in the image's /etc/group", user)
+        raise OSError(errno.ENOENT, f"no group {group!r} in the image's /etc/group")
     return Account(login, uid, _number(group if found is None else found[2]), (), home)
 
 

@@ -88,7 +88,7 @@ class Executor:
         except SandboxError as error:
             if isinstance(error, ImageBuildError):
                 raise
-            raise self._error(step, str(error)) from error
+            raise self._error(step, _explain(error)) from error
 
     def become(self, step: Step) -> None:
         """Carry out ``USER``."""
@@ -154,3 +154,11 @@ class Executor:
 
     def _error(self, step: Step, reason: str) -> ImageBuildError:
         return line_error(self._recipe.name, step.line, reason)
+
+
+def _explain(error: SandboxError) -> str:
+    """What went wrong, in the terms of a Dockerfile rather than of the request that failed."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    operation, _, reason = error.strerror.partition(": ")
+    return f"{reason or operation}: {error.filename}" if error.filename else reason or operation

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from t1_env.errors import ImageBuildError
+from t1_env.errors import ImageBuildError, SandboxError
 from t1_env.sandbox.accounts import Account
 from t1_env.sandbox.base import BuiltEnvironment, ImageSource, SandboxSpec
 from t1_env.sandbox.build import Executor
-from t1_env.sandbox.images import Found, Image, ImageStore
+from t1_env.sandbox.images import Found, Image, ImageStore, data_root
 from t1_env.sandbox.keeper import BASE_ENV
-from t1_env.sandbox.layers import LayerInfo, LayerStore, chain_digest
+from t1_env.sandbox.layers import LayerInfo, LayerStore, cache_root, chain_digest
 from t1_env.sandbox.local import LocalSandbox, SandboxFileError
 from t1_env.sandbox.recipe import Base, Copy, Recipe, Step, line_error, read_recipe
 from t1_env.sandbox.stacking import MARKS_FILE, Stack
@@ -64,7 +64,17 @@ def prepared(image: ImageSource, hide: tuple[Path, ...]) -> Iterator[Prepared]:
             _hold_image(store, found.image, held)
             yield _prepare(store, found, None, _settings(found), None)
             return
-        yield _Build(store, image, hide, held).run()
+        try:
+            ready_made = _Build(store, image, hide, held).run()
+        except OSError as error:
+            if isinstance(error, SandboxError):
+                raise
+            where = f"{cache_root()} or {data_root()}"
+            raise SandboxError(
+                f"the stores of images and layers ({where}) cannot be used: {error.strerror}: {error.filename}; "
+                "make room there, or name other directories with T1_CACHE_DIR and T1_DATA_DIR"
+            ) from error
+        yield ready_made
 
 
 def base_of(image: ImageSource) -> Found:

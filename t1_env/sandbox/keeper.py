@@ -269,7 +269,7 @@ class Keeper:
     def _account(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:
         account = accounts.resolve(self._root_fd, request["user"])
         if account.uid != 0 and not self._config.privileged:
-            raise OSError(errno.EPERM, "a sandbox that an ordinary user starts has no users but root", request["user"])
+            raise OSError(errno.EPERM, f"a sandbox that an ordinary user starts has no users but root, not {request['user']!r}")
         return {"account": account.to_json()}, []
 
     # ------------------------------------------------------------------------------------------------------------------- clone

@@ -277,8 +277,8 @@ class _Reading:
             raise self._error(instruction, f"{instruction.keyword} of {len(found)} sources needs a destination that ends in '/'")
         target = self._inside(destination)
         unpack = instruction.keyword == "ADD"
-        copies = tuple(self._copy(source, str(target), f"/{name}" if into else "", mode, owner, unpack) for source, name in found)
         try:
+            copies = tuple(self._copy(source, str(target), f"/{name}" if into else "", mode, owner, unpack) for source, name in found)
             key = _key(instruction.keyword, [_copy_key(copy) for copy in copies])
         except OSError as error:
             raise self._error(instruction, f"{error.filename}: {error.strerror}") from error

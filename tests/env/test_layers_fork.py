@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
-import t1_env
-from t1_env.errors import SandboxDied, SandboxError
+from t1_env.errors import SandboxDied
 from t1_env.sandbox.base import SandboxSpec
 from t1_env.sandbox.local import LocalSandbox, unavailable_reason
 
@@ -29,31 +22,6 @@ def _needs_namespaces():
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="module")
-def ordinary_user():
-    """Run a script as user nobody, from a copy of the package that it may read; returns what it printed."""
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    as_nobody = {"user": 65534, "group": 65534, "extra_groups": [], "env": {}, "cwd": "/"}
-    with tempfile.TemporaryDirectory() as copy:
-        Path(copy).chmod(0o755)
-        shutil.copytree(Path(t1_env.__file__).parent, Path(copy, "t1_env"), ignore=shutil.ignore_patterns("__pycache__", "_tasks"))
-
-        def run(script: str) -> str:
-            for python in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
-                with contextlib.suppress(OSError):
-                    if subprocess.run([python, "-c", "import json"], check=False, capture_output=True, **as_nobody).returncode == 0:
-                        break
-            else:
-                pytest.skip("no Python of this version that user nobody may execute: it lies in a directory closed to others")
-            result = subprocess.run([python, "-c", script, copy], check=False, capture_output=True, text=True, timeout=200, **as_nobody)
-            if "SandboxUnavailable" in result.stderr:
-                pytest.skip(result.stderr.splitlines()[-1])
-            assert result.returncode == 0, result.stderr
-            return result.stdout
-
-        yield run
-
-
 @pytest.fixture
 def sandbox():
     with LocalSandbox() as box:
@@ -66,32 +34,34 @@ def sh(box, script: str) -> str:
     return result.stdout.decode()
 
 
-# A directory's size belongs to its filesystem and change times to the copy; everything else must be equal.
-SURVEY = (
-    "cd /; find app tmp srv home root run var dev/shm opt etc -not -path etc/hosts -not -path etc/hostname -printf '%p %y %m %U %G %n %T@ %l %s %b\\n' "
-    "| sed -E 's/^(.* d .*) [0-9]+ [0-9]+$/\\1/' | sort; stat -c '%n %a %u' / /usr /opt /etc; getfattr -Rd -m user. app 2>/dev/null | sort"
-)
+# A directory's size belongs to its filesystem, and two files are the sandbox's own; everything else must be equal.
+SURVEY = """cd /
+find app tmp srv home root run var dev/shm opt etc -not -path etc/hosts -not -path etc/hostname \\
+    -printf '%p %y %m %U %G %n %T@ %l %s %b\\n' | sed -E 's/^(.* d .*) [0-9]+ [0-9]+$/\\1/' | sort
+stat -c '%n %a %u' / /usr /opt /etc
+getfattr -Rd -m user. app 2>/dev/null | sort
+"""
+EVERYTHING = """cd /app
+echo text > a; ln a b; ln a other-name; ln -s a link; ln -s /nowhere broken; mkdir -m 2750 d; mkfifo -m 600 pipe
+touch 'bad\\xffname' 'new
+line'; : > empty; chmod 4755 b; echo s > /dev/shm/s
+touch -d '2001-02-03 04:05:06.789' old d; touch -h -d 2002-02-02 link; chmod 000 old; chmod 711 / /opt
+truncate -s 300M hole; printf x | dd of=hole bs=1 seek=200000000 conv=notrunc 2>/dev/null; head -c 3000000 /dev/urandom > big
+rm /etc/nsswitch.conf; rm -r /etc/pam.d; mkdir /etc/pam.d; echo o > /etc/pam.d/only; rm -r /etc/ssl; echo x >> /etc/profile
+setfattr -n user.note -v kept a 2>/dev/null || true
+"""
+AS_ROOT_TOO = "chown 1000:1001 big; chown -h 7:7 broken; rm /usr/bin/nohup; rm -r /usr/share/doc; chown 3:4 d"
 
 
 def test_every_kind_of_file_is_copied_exactly(sandbox):
-    sh(
-        sandbox,
-        "echo text > /app/a; ln /app/a /app/b; ln /app/a /app/other-name; ln -s a /app/link; ln -s /nowhere /app/broken; mkdir -m 2750 /app/d;"
-        "mkfifo -m 600 /app/pipe; touch -d '2001-02-03 04:05:06.789' /app/old /app/d; chmod 4755 /app/b; touch '/app/bad\\xffname' "
-        "'/app/new\nline'; : > /app/empty; truncate -s 300M /app/hole; printf x | dd of=/app/hole bs=1 seek=200000000 conv=notrunc 2>/dev/null;"
-        "head -c 3000000 /dev/urandom > /app/big; chmod 000 /app/old; chmod 711 / /opt; touch -h -d 2002-02-02 /app/link; "
-        "rm /etc/nsswitch.conf; rm -r /etc/pam.d; mkdir /etc/pam.d; echo o > /etc/pam.d/only; rm -r /etc/ssl; echo x >> /etc/profile;"
-        "python3 -c \"import os; os.setxattr('/app/a', 'user.note', b'kept')\" 2>/dev/null || true; echo s > /dev/shm/s",
-    )
+    sh(sandbox, EVERYTHING)
     if AS_ROOT:
-        sh(sandbox, "chown 1000:1001 /app/big; chown -h 7:7 /app/broken; rm /usr/bin/nohup; rm -r /usr/share/doc; chown 3:4 /app/d")
+        sh(sandbox, AS_ROOT_TOO)
     expected = sh(sandbox, SURVEY)
     with sandbox.fork() as fork:
         assert sh(fork, SURVEY) == expected
-        assert sh(
-            fork, "cat /app/other-name; dd if=/app/hole bs=1 skip=200000000 count=1 2>/dev/null; cat /etc/pam.d/*; ls /etc/ssl 2>&1 | wc -l"
-        ) == ("text\nxo\n1\n")
-        assert sh(fork, "md5sum < /app/big") == sh(sandbox, "md5sum < /app/big")
+        assert sh(fork, "cat other-name; dd if=hole bs=1 skip=200000000 count=1 2>/dev/null; cat /etc/pam.d/*") == "text\nxo\n"
+        assert sh(fork, "md5sum < big; ls /etc/ssl 2>&1 | wc -l") == sh(sandbox, "md5sum < big; echo 1")
         if AS_ROOT:
             assert fork.run(["nohup"]).exit_code == 127
 
@@ -159,25 +129,17 @@ def test_a_fork_of_what_is_gone_is_an_error(sandbox):
         sandbox.fork()
 
 
-def test_a_full_disk_can_be_forked_or_says_so():
+def test_a_full_disk_can_be_forked():
     with LocalSandbox(SandboxSpec(storage_mb=8)) as box:
         box.run(["bash", "-c", "head -c 20M /dev/zero > /app/full"])
-        try:
-            fork = box.fork()
-        except SandboxError as error:
-            assert "space" in str(error)
-        else:
-            with fork:
-                assert fork.run(["bash", "-c", "stat -c %s /app/full"]).stdout == box.run(["stat", "-c", "%s", "/app/full"]).stdout
-        assert box.alive
+        with box.fork() as fork:
+            assert fork.run(["stat", "-c", "%s", "/app/full"]).stdout == box.run(["stat", "-c", "%s", "/app/full"]).stdout
+            assert fork.run(["bash", "-c", "echo more > /app/more"]).exit_code != 0
+            sh(fork, "rm /app/full; echo more > /app/more")
         assert sh(box, "rm /app/full; echo fine") == "fine\n"
 
 
 _UNPRIVILEGED = """
-import sys, types
-sys.path.insert(0, sys.argv[1])
-stand_in = sys.modules["t1_env"] = types.ModuleType("t1_env")  # without what t1_env/__init__ imports
-stand_in.__path__ = [sys.argv[1] + "/t1_env"]
 from t1_env.sandbox.local import LocalSandbox
 with LocalSandbox() as box:
     box.run(["bash", "-c", "echo 1 > /app/a; ln /app/a /app/b; rm /etc/profile; mkdir -m 700 /app/d; mkfifo /app/p"])
@@ -188,6 +150,5 @@ with LocalSandbox() as box:
 """
 
 
-@pytest.mark.skipif(not AS_ROOT, reason="root's and an ordinary user's sandboxes are alike: the tests above ran as one already")
 def test_an_ordinary_user_can_fork(ordinary_user):
     assert ordinary_user(_UNPRIVILEGED) == "1\n2 root\n1\n0\nfifo 644\ndirectory 700\n"
