@@ -42,6 +42,11 @@ _gates_lock: Final = threading.Lock()
 os.register_at_fork(after_in_child=_gates.clear)  # turns that were taken by threads of the parent
 
 
+def _gone() -> tuple[type[Exception], ...]:
+    """What paramiko raises when a connection is gone."""
+    return (import_paramiko().SSHException, OSError, EOFError)
+
+
 class ServerUnreachable(SandboxUnavailable):
     """No server answers, as opposed to one that refuses us: it may be there again in a moment."""
 
@@ -69,8 +74,8 @@ class ChannelStream:
             except TimeoutError:
                 reason = f"the server took nothing for {_SEND_LIMIT_S:.0f} s"
                 self.close()
-            except OSError as error:
-                reason = self._connection.reason or str(error)
+            except _gone() as error:
+                reason = self._connection.reason or str(error) or "the server hung up"
             else:
                 return
         raise TransportLost(f"the SSH connection to {self._connection.address} is gone: {reason}")
@@ -78,12 +83,14 @@ class ChannelStream:
     def receive(self) -> bytes:
         """Wait for bytes and return at least one; empty when the program has ended; see ``Stream.receive``."""
         while True:
+            data = b""
             try:
-                data: bytes = self._channel.recv(_RECEIVE_BYTES)
-            except TimeoutError:  # the channel has one limit for both directions, and here nothing to say is no fault
+                data = self._channel.recv(_RECEIVE_BYTES)
                 self._drain_errors()
+            except TimeoutError:  # the channel has one limit for both directions, and here nothing to say is no fault
                 continue
-            self._drain_errors()
+            except _gone():  # it was telling the server that there is room for more
+                self._connection.close()
             if data:
                 return data
             if self._has_ended():
@@ -92,7 +99,8 @@ class ChannelStream:
 
     def errors(self) -> str:
         """The last part of what the program wrote to its standard error."""
-        self._drain_errors()
+        with contextlib.suppress(*_gone()):
+            self._drain_errors()
         return self._errors.decode("utf-8", "replace")
 
     def exit_status(self, timeout_s: float) -> int | None:
@@ -165,7 +173,7 @@ class Connection:
                 return ChannelStream(self, channel)
             except paramiko.ChannelException as error:
                 reason, lost = f"refuses a session ({error.text}); does its MaxSessions or a forced command forbid it?", False
-            except (paramiko.SSHException, OSError, EOFError) as error:
+            except _gone() as error:
                 reason, lost = self.reason or str(error), self.lost()
         if late.is_set():
             raise TransportLost(f"the SSH server {self.address} did not start a program within {self._limit_s:.0f} s")
@@ -267,7 +275,7 @@ def _shake_hands(config: SshConfig, endpoint: Endpoint, underlying: contextlib.E
     reason = ""
     try:
         transport.start_client(timeout=limit_s)
-    except (paramiko.SSHException, OSError, EOFError) as error:
+    except _gone() as error:
         if patient and not transport.remote_version:
             return None
         reason = str(error) or "the server hung up"
@@ -316,7 +324,6 @@ def _reach(config: SshConfig, endpoint: Endpoint, underlying: contextlib.ExitSta
 
 def _through(endpoint: Endpoint, underlying: contextlib.ExitStack) -> Any:
     assert endpoint.jump is not None
-    paramiko = import_paramiko()
     jump_config, jump_endpoint = endpoint.jump
     jump = _connect(jump_config, jump_endpoint)
     underlying.callback(jump.close)
@@ -324,7 +331,7 @@ def _through(endpoint: Endpoint, underlying: contextlib.ExitStack) -> Any:
         return jump._transport.open_channel(
             "direct-tcpip", (endpoint.host, endpoint.port), ("127.0.0.1", 0), timeout=jump_config.connect_timeout_s
         )
-    except (paramiko.SSHException, OSError, EOFError) as error:
+    except _gone() as error:
         reason = str(error)
     raise ServerUnreachable(f"cannot reach {endpoint.address} through {jump_endpoint.address}: {reason}")
 

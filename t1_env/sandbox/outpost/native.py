@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from t1_env.errors import ConfigError, SandboxDied, SandboxError
+from t1_env.errors import ConfigError, SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox import checks, files, wire
 from t1_env.sandbox.base import BuiltEnvironment, CloneResult, ExecResult, Sandbox, SandboxSpec
 from t1_env.sandbox.init import STATUS_FORMAT
@@ -60,7 +60,10 @@ class NativeSandbox:
             os.makedirs(self.spec.workdir, exist_ok=True)
             self._made = missing
         except OSError as error:
-            raise SandboxError(f"cannot make the working directory {self.spec.workdir!r} in the sandbox: {error.strerror}") from error
+            raise SandboxUnavailable(
+                f"the working directory {self.spec.workdir!r} cannot be made in the sandbox: {error.strerror}; it runs as user {os.geteuid()}"
+                "; choose another workdir, or a user who may write there"
+            ) from error
         self._alive = True
 
     @property
