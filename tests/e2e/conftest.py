@@ -54,7 +54,9 @@ class DockerDaemon:
             )
             self.containerd = self._launch(["containerd", "--log-level", "warn", "--config", str(config)])
         (home / "pid").unlink(missing_ok=True)  # what a killed one leaves; a new process of that number would keep the next from starting
-        argv = ["dockerd", "--log-level", "warn", "-H", self.base_url, "--data-root", str(home / "data"), "--exec-root", str(home / "exec")]
+        # In a network namespace of its own: a daemon without a bridge removes docker0, and with it the network of the machine's own daemon.
+        argv = ["unshare", "--net", "dockerd", "--log-level", "warn", "-H", self.base_url]
+        argv += ["--data-root", str(home / "data"), "--exec-root", str(home / "exec")]
         argv += ["--pidfile", str(home / "pid"), "--bridge=none", "--iptables=false", "--cgroup-parent", self.cgroup_parent]
         self.process = self._launch([*argv, "--containerd", f"{home}/containerd.sock"])
         deadline = time.monotonic() + 120
