@@ -48,7 +48,7 @@ class FigureSpec:
         name: Unique, e.g. ``"local-true-p50"``.
         title: Short, for the table.
         definition: What exactly is measured, in a sentence.
-        unit: ``"s"``, ``"steps/s"``, ``"bytes"`` or ``"x"`` (a ratio).
+        unit: ``"s"``, ``"steps/s"``, ``"bytes"``, ``"share"`` (of 1) or ``"x"`` (a ratio).
         value: Makes the value of the series.
         of: Name of the series it is about.
         target: The bound it should keep, or None.
@@ -147,6 +147,11 @@ def evaluate(spec: FigureSpec, benchmark: str, measured: Measured) -> Figure:
 def percentile(series: str, q: float) -> Value:
     """Return the rule "``q``-th percentile of all samples of ``series``"."""
     return lambda measured: statistics.percentile(measured[series].values, q)
+
+
+def mean(series: str) -> Value:
+    """Return the rule "arithmetic mean of all samples of ``series``"."""
+    return lambda measured: statistics.summarise(measured[series].values).mean
 
 
 def ratio(numerator: str, denominator: str) -> Value:

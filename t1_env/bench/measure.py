@@ -55,7 +55,7 @@ class Series:
 
     Args:
         role: What it stands for.
-        unit: ``"s"``, ``"steps/s"`` or ``"bytes"``.
+        unit: ``"s"``, ``"steps/s"``, ``"bytes"`` or ``"share"`` (of 1).
         blocks: Samples; one block for each round.
     """
 

@@ -117,7 +117,7 @@ def format_value(value: float, unit: str) -> str:
 
     Args:
         value: The number.
-        unit: ``"s"``, ``"steps/s"``, ``"bytes"`` or ``"x"``.
+        unit: ``"s"``, ``"steps/s"``, ``"bytes"``, ``"share"`` or ``"x"``.
     """
     match unit:
         case "s":
@@ -127,6 +127,8 @@ def format_value(value: float, unit: str) -> str:
             return f"{_digits(value / 1e-6)} µs"
         case "bytes":
             return f"{_digits(value / 1e6)} MB"
+        case "share":
+            return f"{100 * value:.1f}%"
         case "x":
             return f"{_digits(value)}x"
         case _:

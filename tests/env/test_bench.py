@@ -218,6 +218,7 @@ def test_a_figure_can_be_a_paired_ratio() -> None:
         (6_160_000, "bytes", "6.16 MB"),
         (1.004, "x", "1.00x"),
         (565.4, "x", "565x"),
+        (0.025, "share", "2.5%"),
     ],
 )
 def test_numbers_are_shown_at_a_readable_scale(value: float, unit: str, text: str) -> None:
@@ -349,7 +350,7 @@ def test_every_figure_is_defined_and_names_are_unique() -> None:
     assert len({figure.name for figure in specs}) == len(specs)
     for figure in specs:
         assert figure.definition.endswith(".")
-        assert figure.unit in ("s", "steps/s", "bytes", "x")
+        assert figure.unit in ("s", "steps/s", "bytes", "share", "x")
 
 
 def test_the_targets_are_those_of_the_table_in_the_manual() -> None:
@@ -426,7 +427,7 @@ def test_the_quick_run_of_a_quadratic_peer_is_smaller_and_has_no_target() -> Non
 class FakeRex(types.ModuleType):
     """Stands in for SWE-ReX: answers as its local deployment does."""
 
-    def __init__(self, exit_code: int) -> None:
+    def __init__(self, exit_code: int | None) -> None:
         super().__init__("fake")
         self.exit_code = exit_code
         self.log: list[str] = []
@@ -456,6 +457,13 @@ class FakeRex(types.ModuleType):
     async def run_in_session(self, action: dict[str, Any]) -> types.SimpleNamespace:
         self.log.append(action["command"])
         return types.SimpleNamespace(exit_code=self.exit_code, output="out")
+
+
+def test_a_peer_that_loses_a_status_is_measured_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.importlib, "import_module", lambda name: FakeRex(None))
+    with peers.RexShell() as shell:
+        assert [shell.run("true"), shell.run("true")] == ["out", "out"]
+        assert shell.lost_status == 2
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])
