@@ -51,6 +51,48 @@ def unavailable(what: str, reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+# --- Outposts ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outpost(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts outposts as processes of this machine: ``outpost(mode, *arguments, kind=, spec=, before=)`` returns a started sandbox.
+
+    The sandbox has ``stream``, whose ``pid`` is the outpost's process (or that of ``before``, a command line put in front).
+    """
+    from t1_env.sandbox.base import SandboxSpec
+    from t1_env.sandbox.outpost.client import OutpostClient
+    from t1_env.sandbox.outpost.pipe import PipeStream
+    from t1_env.sandbox.outpost.remote import RemoteSandbox
+    from t1_env.sandbox.outpost.runtime import make_runtime
+
+    made = []
+
+    class Box(RemoteSandbox):
+        def __init__(self, spec: SandboxSpec, command: list[str]) -> None:
+            super().__init__(spec)
+            self.command = command
+
+        def _connect(self) -> OutpostClient:
+            self.stream = PipeStream(self.command)
+            return OutpostClient(self.stream)
+
+        def _sibling(self) -> Box:
+            made.append(Box(self.spec, self.command))
+            return made[-1]
+
+    def start(mode: str, *arguments: str, kind: Any = "pure", spec: SandboxSpec | None = None, before: tuple[str, ...] = ()) -> Box:
+        runtime = make_runtime(kind)
+        command = [*before, *runtime.command(str(runtime.unpack()), mode, *arguments, python=sys.executable)]
+        made.append(Box(spec or SandboxSpec(workdir="/app" if mode == "namespaces" else str(tmp_path / "work")), command))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for box in made:
+        box.close()
+
+
 # --- Docker ------------------------------------------------------------------------------------------------------------------------------
 
 

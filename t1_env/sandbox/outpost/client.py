@@ -235,8 +235,7 @@ class OutpostClient:
     def abandon(self) -> None:
         """In a forked child: leave the parent's conversation alone."""
         self._sending, self._lock = threading.Lock(), threading.Lock()
-        self._pending.clear()
-        self._lost = SandboxDied("this sandbox belongs to the process that this one was forked from")
+        self._lose(SandboxDied("this sandbox belongs to the process that this one was forked from"))
         abandon = getattr(self._stream, "abandon", None)
         if callable(abandon):
             abandon()
@@ -348,7 +347,8 @@ def _greet(stream: Stream, session: str) -> tuple[Header, FrameReader, list[Fram
     timer.daemon = True
     timer.start()
     try:
-        stream.send(MAGIC + pack({"op": "attach", "session": session, "version": __version__, "protocol": PROTOCOL}))
+        with contextlib.suppress(TransportLost):  # what it said before it ended is still there to be read
+            stream.send(MAGIC + pack({"op": "attach", "session": session, "version": __version__, "protocol": PROTOCOL}))
         frames: list[Frame] = []
         while not frames:
             data = stream.receive()

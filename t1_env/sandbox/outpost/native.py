@@ -61,8 +61,8 @@ class NativeSandbox:
             self._made = missing
         except OSError as error:
             raise SandboxUnavailable(
-                f"the working directory {self.spec.workdir!r} cannot be made in the sandbox: {error.strerror}; it runs as user {os.geteuid()}"
-                "; choose another workdir, or a user who may write there"
+                f"the working directory {self.spec.workdir!r} cannot be made in the sandbox: {error.strerror} (as user {os.geteuid()}); "
+                "choose another workdir, or a user who may write there"
             ) from error
         self._alive = True
 

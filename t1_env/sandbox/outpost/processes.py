@@ -30,6 +30,7 @@ class HostedProcess:
         self._watcher = watcher
         self._lock = threading.Lock()
         self._released = False
+        self._reader: Reply | None = None
         if process.pty_fd is not None:
             os.set_blocking(process.pty_fd, False)
 
@@ -43,32 +44,45 @@ class HostedProcess:
             elif operation == "process.kill":
                 self._process.kill(int(request["signal"]))
                 reply({}, b"")
+            elif operation == "process.hang_up":
+                self._hang_up()
+                reply({}, b"")
             elif operation == "process.read" and self._process.pty_fd is not None:
-                self._watcher.once(self._process.pty_fd, lambda: reply({}, self._read()))
+                self._reader = reply
+                self._watcher.once(self._process.pty_fd, self._pass_on)
             elif operation == "process.write" and self._process.pty_fd is not None:
                 reply({"written": self._write(blob)}, b"")
             else:
                 reply(records.error_to_json(SandboxError(f"the outpost does not know the request {operation!r}")), b"")
 
     def release(self) -> None:
-        """Let go of the terminal; the process gets a hang-up."""
+        """Forget the process; if it has a terminal it gets a hang-up."""
         with self._lock:
-            if self._released:
-                return
-            self._released = True
-            self._watcher.forget(self._process.fileno())
-            if self._process.pty_fd is not None:
-                self._watcher.forget(self._process.pty_fd)
-                os.close(self._process.pty_fd)
+            if not self._released:
+                self._released = True
+                self._watcher.forget(self._process.fileno())
+                self._hang_up()
 
-    def _read(self) -> bytes:
+    def _hang_up(self) -> None:
+        if self._process.pty_fd is not None:
+            self._watcher.forget(self._process.pty_fd)
+            os.close(self._process.pty_fd)
+            self._process.pty_fd = None
+            reader, self._reader = self._reader, None
+            if reader is not None:
+                reader({}, b"")
+
+    def _pass_on(self) -> None:
+        """Answer the one who reads the terminal."""
         with self._lock:
-            if self._released or self._process.pty_fd is None:
-                return b""
+            reader, self._reader = self._reader, None
+            if reader is None or self._process.pty_fd is None:
+                return
             try:
-                return os.read(self._process.pty_fd, _READ_BYTES)
+                data = os.read(self._process.pty_fd, _READ_BYTES)
             except OSError:  # EIO: the other side of the terminal is closed
-                return b""
+                data = b""
+        reader({}, data)
 
     def _write(self, data: bytes) -> int:
         assert self._process.pty_fd is not None

@@ -111,7 +111,12 @@ class RemoteSandbox(abc.ABC):
         if image is None or client.greeting["mode"] == "native":
             return None, 0.0
         digest = None if image.environment_dir is None else self._send_mount(client, image.environment_dir.resolve())
-        fields = {"digest": digest, "docker_image": image.docker_image, "build_timeout_s": image.build_timeout_s}
+        fields = {
+            "digest": digest,
+            "shown_as": str(image.environment_dir),
+            "docker_image": image.docker_image,
+            "build_timeout_s": image.build_timeout_s,
+        }
         return fields, image.build_timeout_s
 
     def _adopt(self, client: OutpostClient, reply: Header) -> None:

@@ -39,7 +39,7 @@ class RemoteProcess:
             ours, theirs = socket.socketpair()
             self.pty_fd = theirs.detach()
             _Pump(client, self._fields, ours).start()
-        weakref.finalize(self, _release, client, self._fields, self._end, terminal)
+        weakref.finalize(self, _release, client, self._fields, self._end)
 
     def poll(self) -> int | None:
         """Exit status if it has ended (128 + n for a signal n), else None. Never blocks."""
@@ -62,11 +62,10 @@ class RemoteProcess:
             self._client.request("process.kill", signal=int(signal), **self._fields)
 
 
-def _release(client: OutpostClient, fields: dict[str, Any], end: Pending, terminal: bool) -> None:
+def _release(client: OutpostClient, fields: dict[str, Any], end: Pending) -> None:
     end.forget()
-    if not terminal:  # with a terminal, closing that is what lets go of the process
-        with contextlib.suppress(T1Error):
-            client.submit("process.release", **fields)
+    with contextlib.suppress(T1Error):
+        client.submit("process.release", **fields)
 
 
 class _Pump:
@@ -97,5 +96,5 @@ class _Pump:
                     if data:
                         time.sleep(_RETRY_S)
         with contextlib.suppress(T1Error):
-            self._client.submit("process.release", **self._fields)
+            self._client.submit("process.hang_up", **self._fields)
         self._sock.close()

@@ -28,7 +28,7 @@ def writable_places() -> tuple[tuple[str, ...], frozenset[str]]:
     Returns:
         Directories to start from, none below another, and directories below them to leave out.
     """
-    starts: list[str] = []
+    starts = ["/"]
     left_out: set[str] = set()
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from t1_env.errors import ConfigError, SandboxDied, SandboxError, SandboxUnavailable
+from t1_env.errors import ConfigError, ImageBuildError, SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox.base import CloneResult, ImageSource, SandboxSpec
 from t1_env.sandbox.local import LocalSandbox, SandboxFileError
 from t1_env.sandbox.outpost import records, transfer
@@ -124,6 +124,9 @@ class Service:
             try:
                 sandbox, mode = LocalSandbox(replace(spec, image=self._image(request.get("image")))), "namespaces"
                 sandbox.start()
+            except ImageBuildError as error:
+                image = request["image"]
+                raise ImageBuildError(str(error).replace(self._mount_path(image["digest"]), image["shown_as"])) from error
             except SandboxUnavailable as error:
                 if self._mode == "namespaces":
                     raise
