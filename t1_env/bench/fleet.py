@@ -15,6 +15,7 @@ from t1_env.bench import floors
 from t1_env.bench.catalogue import Benchmark, Settings
 from t1_env.bench.facts import available_memory_bytes
 from t1_env.bench.figures import FigureSpec, Target, at_least, at_most, percentile
+from t1_env.bench.local import CHANGED, UNCHANGED
 from t1_env.bench.measure import Contender, Measured, MeasurementError, Role, Series, Tick, interleave
 from t1_env.bench.shells import open_shell, run_checked
 from t1_env.sandbox.local import LocalSandbox
@@ -98,16 +99,16 @@ def _vector(settings: Settings) -> Benchmark:
         try:
             env.reset(seed=0)
 
-            def step_all(command: str, steps: int) -> tuple[float]:
+            def step_all(command: str, steps: int, *, verified: bool) -> tuple[float]:
                 def play() -> None:
                     for _ in range(steps):
-                        _step_vector(env, command, size)
+                        _step_vector(env, command, size, verified=verified)
 
                 return (_rate(play, size * steps),)
 
             contenders = [
-                Contender((measured["env.step"],), lambda: step_all("true", _STEPS)),
-                Contender((measured["env.step verified"],), lambda: step_all("echo $((turn += 1)) > /tmp/turn", 1)),
+                Contender((measured["env.step"],), lambda: step_all(UNCHANGED, _STEPS, verified=False)),
+                Contender((measured["env.step verified"],), lambda: step_all(CHANGED, 1, verified=True)),
             ]
             interleave(contenders, settings.count(15), tick)
         finally:
@@ -251,7 +252,11 @@ def _rate(action: Callable[[], object], steps: int) -> float:
     return steps / (time.perf_counter() - start)
 
 
-def _step_vector(env: Any, command: str, size: int) -> None:
+def _step_vector(env: Any, command: str, size: int, *, verified: bool) -> None:
     observations, _, _, _, infos = env.step([command] * size)
     if observations["exit_code"].any() or any(error is not None for error in infos["infra_error"]):
         raise MeasurementError(f"not every environment ran {command!r}: {observations['exit_code']}, {infos['infra_error']}")
+    if any(("verify" in timing) is not verified for timing in infos["_timing"]):
+        raise MeasurementError(
+            f"{'not every' if verified else 'an'} environment ran its verifiers after {command!r}, expected the opposite"
+        )

@@ -18,7 +18,8 @@ from t1_env.sandbox.local import LocalSandbox
 from t1_env.tasks import load_task
 
 _CLONE_ENTRY = "t1_env.bench.entry:answer"
-_UNCHANGED, _CHANGED = "true", "echo $((turn += 1)) > /tmp/turn"
+UNCHANGED, CHANGED = "true", "echo $((turn += 1)) > /tmp/turn"
+"""Commands that leave every file as it is, and that write one."""
 
 PLACE = shells.Place(
     "local",
@@ -94,7 +95,7 @@ def _first_step(settings: Settings, reset: Series, close: Series) -> Contender:
         try:
             start = time.perf_counter()
             env.reset(seed=0)
-            step_checked(env, _UNCHANGED)
+            step_checked(env, UNCHANGED, verified=False)
             answered = time.perf_counter()
         finally:
             env.close()
@@ -129,8 +130,8 @@ def _step(settings: Settings) -> Benchmark:
         measured = {"unchanged": Series(Role.OURS), "verified": Series(Role.OURS)}
         with open_env(settings.task) as env:
             contenders = [
-                timed(measured["unchanged"], lambda: step_checked(env, _UNCHANGED), 20),
-                timed(measured["verified"], lambda: step_checked(env, _CHANGED), 2),
+                timed(measured["unchanged"], lambda: step_checked(env, UNCHANGED, verified=False), 20),
+                timed(measured["verified"], lambda: step_checked(env, CHANGED, verified=True), 2),
             ]
             interleave(contenders, settings.count(40), tick, warmup=3)
         return measured
@@ -142,7 +143,7 @@ def _step(settings: Settings) -> Benchmark:
             FigureSpec(
                 "local-step-p50",
                 "local: env.step, nothing changed, p50",
-                f"`env.step({_UNCHANGED!r})` of {settings.task}, observation and screen included; no file changes, so no verifier "
+                f"`env.step({UNCHANGED!r})` of {settings.task}, observation and screen included; no file changes, so no verifier "
                 "runs; median.",
                 "s",
                 percentile("unchanged", 50),
@@ -172,13 +173,23 @@ def open_env(task: str) -> Iterator[TerminalEnv]:
         env.close()
 
 
-def step_checked(env: TerminalEnv, command: str) -> dict[str, Any]:
-    """Take a step whose command must succeed, and return the observation.
+def step_checked(env: TerminalEnv, command: str, *, verified: bool) -> dict[str, Any]:
+    """Take a step whose command must succeed.
+
+    Args:
+        env: An environment in an episode.
+        command: The command.
+        verified: Whether the step must have run the verifiers, or must not have.
+
+    Returns:
+        The observation.
 
     Raises:
-        MeasurementError: If it did not.
+        MeasurementError: If it went otherwise.
     """
     observation, _, _, _, info = env.step(command)
     if observation["exit_code"] != 0 or info["infra_error"] is not None:
         raise MeasurementError(f"env.step({command!r}) ended with status {observation['exit_code']}; infra error: {info['infra_error']}")
+    if ("verify" in info["_timing"]) is not verified:
+        raise MeasurementError(f"env.step({command!r}) {'ran no' if verified else 'ran the'} verifiers, expected the opposite")
     return observation

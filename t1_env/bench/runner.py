@@ -17,6 +17,7 @@ from t1_env.bench.measure import Measured, Tick, extend
 from t1_env.bench.report import Failure, Report
 from t1_env.errors import ConfigError, SandboxUnavailable, T1Error
 from t1_env.sandbox.local import unavailable_reason
+from t1_env.tasks import load_task
 
 SANDBOXES: Final = ("local", "docker", "ssh")
 QUICK_FRACTION: Final = 0.1
@@ -101,6 +102,7 @@ def run(options: BenchOptions, watcher: Watcher) -> Report:
         ConfigError: Nothing has such a name.
         DependencyMissing: A package is needed.
         SandboxUnavailable: This machine cannot run one of the sandboxes.
+        TaskError: The task is not known or malformed.
     """
     chosen = choose(collect(options), options.only)
     _require(options, chosen)
@@ -160,6 +162,7 @@ def _require(options: BenchOptions, chosen: Sequence[Benchmark]) -> None:
         reason = unavailable_reason()
         if reason is not None:
             raise SandboxUnavailable(reason)
+        load_task(options.settings.task)
     if "docker" in needed:
         remote.probe(remote.docker_place(options.settings))
     if "ssh" in needed:

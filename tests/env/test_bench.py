@@ -523,6 +523,17 @@ def test_turns_of_real_episodes_can_be_played(episode: turns.Episode) -> None:
 
 
 @needs_namespaces
+def test_a_step_that_is_not_what_it_is_called_is_not_measured() -> None:
+    with local.open_env("seeds/hello-file") as env:
+        with pytest.raises(MeasurementError, match="ran no verifiers"):
+            local.step_checked(env, "true", verified=True)
+        with pytest.raises(MeasurementError, match="ran the verifiers"):
+            local.step_checked(env, "touch new", verified=False)
+        with pytest.raises(MeasurementError, match="ended with status 3"):
+            local.step_checked(env, "(exit 3)", verified=False)
+
+
+@needs_namespaces
 def test_a_command_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("t1_env.bench.shells._LINE", "$(exit 1")
     benchmark = next(b for b in local.benchmarks(TINY) if b.name == "local-output")
@@ -585,6 +596,7 @@ def test_a_list_measures_nothing(t1_env: Any) -> None:
         (["--only", "local-ture"], "did you mean 'local-true'"),
         (["--only", "docker-true"], "with these sandboxes and peers"),
         (["--sandbox", "podman"], "invalid choice"),
+        (["--task", "seeds/nothing"], "seeds/nothing"),
         (["--repeat", "0"], "not an integer of at least 1"),
         (["--fleet", "-3"], "not an integer"),
         (["--json", "/does/not/exist/b.json"], "in a directory that exists"),
