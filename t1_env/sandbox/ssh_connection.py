@@ -30,7 +30,8 @@ _SEND_LIMIT_S: Final = 60.0
 _END_NEWS_S: Final = 0.25
 _POLL_S: Final = 0.005
 _JOIN_LIMIT_S: Final = 2.0
-_DROPPED_TRIES: Final = 4
+_DROPPED_TRIES: Final = 6
+_DROPPED_PAUSE_S: Final = 1.0
 _RECEIVE_BYTES: Final = 1 << 18
 _STDERR_KEPT: Final = 4096
 _TURN_FACTOR: Final = 30
@@ -253,7 +254,7 @@ def _connect(config: SshConfig, endpoint: Endpoint) -> Connection:
                 underlying.close()
                 raise
             underlying.close()
-            time.sleep(random.uniform(0.3, 1.0) * (_DROPPED_TRIES - tries_left))
+            time.sleep(random.uniform(0.3, 1.0) * _DROPPED_PAUSE_S * (_DROPPED_TRIES - tries_left))
     finally:
         gate.release()
     raise AssertionError("the last try returns or raises")

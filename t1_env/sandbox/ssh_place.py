@@ -17,7 +17,7 @@ from t1_env.sandbox.outpost.server import LABEL
 from t1_env.sandbox.ssh_config import SshConfig
 from t1_env.sandbox.ssh_connection import ChannelStream, ServerUnreachable, connect
 from t1_env.sandbox.ssh_far import FarShell, quote
-from t1_env.sandbox.ssh_survey import ALIVE, EPISODES, RUNTIMES, Survey, settle, survey
+from t1_env.sandbox.ssh_survey import ALIVE, EPISODES, REMOVAL_LIMIT_S, RUNTIMES, Survey, settle, survey
 
 MODES: Final = {"auto": "auto", "namespaces": "namespaces", "none": "native"}
 _SOCKET: Final = "socket"
@@ -41,7 +41,7 @@ class Place:
         self._config = config
         self._gone = threading.Event()
         self._attach = ""
-        self._label = ""
+        self._directory = ""
         self.address = config.host
         self.fate: T1Error | None = None
 
@@ -73,7 +73,7 @@ class Place:
             go = f"cd {quote([directory])} && export HOME={quote([directory])}/home TMPDIR={quote([directory])}/tmp && exec "
             start = quote(runtime.command(root, *arguments, "--listen", _SOCKET, python=found.python))
             self._attach = go + quote(runtime.command(root, "--attach", _SOCKET, python=found.python))
-            self._label = f"{directory}/{LABEL}"
+            self._directory = directory
             return shell.become(
                 f"touch {quote([root])}; mkdir {quote([directory, f'{directory}/home', f'{directory}/tmp'])} && {go}{start}"
             )
@@ -90,7 +90,8 @@ class Place:
             SandboxDied: The outpost is gone.
             TransportLost: There is no way back, or nobody wants it any more.
         """
-        deadline = time.monotonic() + self._config.reconnect_s
+        limit_s = min(self._config.reconnect_s, self._config.lease_s)
+        deadline = time.monotonic() + limit_s
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -105,7 +106,7 @@ class Place:
             except T1Error as error:  # a key file that vanished meanwhile, another host key ...
                 raise TransportLost(f"the way back to {self.address} is closed: {error}") from error
             if time.monotonic() + pause_s > deadline:
-                raise TransportLost(f"no way back to {self.address} within {self._config.reconnect_s:.0f} s: {reason}")
+                raise TransportLost(f"no way back to {self.address} within {limit_s:.0f} s: {reason}")
             if self._gone.wait(pause_s):
                 raise TransportLost("the sandbox is being closed")
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -114,8 +115,9 @@ class Place:
         connection = connect(self._config)
         try:
             shell = FarShell(connection)
-            alive = shell.ask(f"{ALIVE}; alive {quote([self._label])} && echo alive=1").get("alive")
-            if not alive:
+            label = quote([f"{self._directory}/{LABEL}"])
+            if not shell.ask(f"{ALIVE}; alive {label} && echo alive=1").get("alive"):
+                shell.ask(f"rm -rf {quote([self._directory])} 2> /dev/null", limit_s=REMOVAL_LIMIT_S)
                 raise SandboxDied(f"the outpost at {self.address} is gone: something there ended it")
             if self._gone.is_set():
                 raise TransportLost("the sandbox is being closed")

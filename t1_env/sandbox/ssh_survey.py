@@ -28,6 +28,8 @@ _CHECK: Final = (
     "import sys, ctypes, difflib, fcntl, hashlib, json, pdb, select, subprocess, tempfile, termios, unittest, zlib; "
     "sys.version_info >= (3, 11) and print(sys.executable)"
 )
+_SEEN_INSIDE: Final = ("/usr/", "/opt/", "/etc/", "/bin/", "/sbin/", "/lib")
+REMOVAL_LIMIT_S: Final = 300.0
 _ABANDONED_S: Final = 3600
 """A directory without a living outpost whose owner cannot be seen is left alone for this long."""
 
@@ -113,6 +115,11 @@ def survey(shell: FarShell, config: SshConfig, *, python: bool = True) -> Survey
     if said.get("usable") != "1":
         problem = said.get("problem") or "it belongs to somebody else or cannot be written"
         raise SandboxUnavailable(f"remote_dir={config.remote_dir!r} of {config.host} cannot be used: {problem}")
+    if config.isolation != "none" and f"{said['directory']}/".startswith(_SEEN_INSIDE):
+        raise SandboxUnavailable(
+            f"remote_dir={config.remote_dir!r} of {config.host} is {said['directory']}, in a system directory. Sandboxes see those, so "
+            "tests that are kept there would be no secret; choose a directory below the login's home"
+        )
     return Survey(
         machine=said.get("machine", ""),
         directory=said["directory"],
@@ -168,7 +175,7 @@ def settle(shell: FarShell, found: Survey, *, dry_run: bool = False) -> list[Fin
         elif dry_run:
             findings.append(Finding("remote directory", path, "would be removed", "its owner is gone"))
         else:
-            gone = shell.ask(_removal(path)).get("gone") == "1"
+            gone = shell.ask(_removal(path), limit_s=REMOVAL_LIMIT_S).get("gone") == "1"
             reason = "its owner is gone" if gone else "its owner is gone, but it could not be removed"
             findings.append(Finding("remote directory", path, "removed" if gone else "failed", reason))
     return findings
