@@ -10,7 +10,8 @@ import stat
 import tarfile
 import zlib
 from dataclasses import dataclass
-from typing import IO, Final
+from tarfile import ReadError
+from typing import IO, Final, Self
 
 from t1_env.sandbox import files, syscalls, trees
 
@@ -18,6 +19,10 @@ _CHUNK_BYTES: Final = 1 << 20
 _ZEROS: Final = bytes(_CHUNK_BYTES)
 _MAX_OWNER: Final = 65535
 _ATTRIBUTE: Final = "SCHILY.xattr."
+_NOT_THE_END: Final = tuple(
+    getattr(tarfile, name)
+    for name in ("InvalidHeaderError", "TruncatedHeaderError", "EmptyHeaderError")  # not in its documentation
+)
 _ERRORS: Final = (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError)
 
 MAGIC: Final = ((b"\x1f\x8b", "gz"), (b"BZh", "bz2"), (b"\xfd7zXZ\0", "xz"), (b"\x28\xb5\x2f\xfd", "zst"))
@@ -37,6 +42,18 @@ class Unpacked:
     entries: int = 0
     skipped: int = 0
     foreign_owners: int = 0
+
+
+class _Member(tarfile.TarInfo):
+    """A member whose damaged or missing header is an error; tarfile takes it for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        """Read the next header."""
+        try:
+            return super().fromtarfile(tarfile)
+        except _NOT_THE_END as error:
+            raise ReadError(f"{error} at byte {tarfile.offset}") from error
 
 
 def compression(head: bytes) -> str | None:
@@ -72,7 +89,7 @@ def unpack(stream: IO[bytes], root_fd: int, dest: str = "/", *, owners: bool, wh
         OSError: The archive is damaged (``EBADMSG``), a path in it leads outside (``EXDEV``), or writing failed.
     """
     try:
-        with tarfile.open(fileobj=stream, mode="r|*", errorlevel=2) as archive:
+        with tarfile.open(fileobj=stream, mode="r|*", errorlevel=2, tarinfo=_Member) as archive:
             return _Unpacking(archive, root_fd, dest, owners, whiteouts).run()
     except _ERRORS as error:
         raise OSError(errno.EBADMSG, f"the archive is damaged, cut short or not a tar archive ({error})") from error

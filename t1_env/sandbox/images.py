@@ -37,7 +37,11 @@ REFUSE: Final = "refuse"
 _YOUNG_S: Final = 3600.0
 _MANIFEST: Final = "image.json"
 _PRIVATE: Final = ".new-"
-_NAME: Final = re.compile(r"[a-z0-9]+(?:[._/:-]+[a-z0-9]+)*(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@[a-z0-9]+:[0-9a-f]{32,})?")
+_NAME: Final = re.compile(
+    r"(?:[a-z0-9]+(?:[.-]+[a-z0-9]+)*(?::\d+)?/)?"  # a registry
+    r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*"
+    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@[a-z0-9]+:[0-9a-f]{32,})?"
+)
 _HOST_MARKS: Final = (
     # What moves when packages of the host change.
     *("/usr", "/usr/bin", "/usr/sbin", "/usr/lib", "/usr/local/bin", "/usr/local/lib", "/opt", "/etc/os-release", "/etc/ld.so.cache"),
@@ -111,7 +115,7 @@ def normalise(name: str) -> str:
         ConfigError: This cannot be the name of an image.
     """
     short = name.removeprefix("docker.io/").removeprefix("library/")
-    if not _NAME.fullmatch(short) or ".." in short:
+    if not _NAME.fullmatch(short):
         raise ConfigError(f"{name!r} is not an image name; expected NAME or NAME:TAG, such as debian:bookworm")
     return short if ":" in short.rpartition("/")[2] else f"{short}:latest"
 

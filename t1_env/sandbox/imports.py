@@ -11,13 +11,14 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
 from t1_env.errors import ConfigError, DependencyMissing
-from t1_env.sandbox import accounts, archives, trees
+from t1_env.sandbox import accounts, archives, files, trees
 from t1_env.sandbox.images import Image, ImageError, ImageStore, normalise
 
 _CHUNK_BYTES: Final = 1 << 20
@@ -67,8 +68,10 @@ def import_image(source: Path, name: str | None = None, *, store: ImageStore | N
         os.mkdir(root, 0o755)
         try:
             saved, notes = _fill(source, root, private, wanted)
-            digest, entries, size_bytes = _survey(root)
+            if saved is not None and saved.config.get("WorkingDir"):
+                _make_directory(root, str(saved.config["WorkingDir"]))
             account = _account(root, saved)
+            digest, entries, size_bytes = _survey(root)
         except OSError as error:
             place = f": {error.filename}" if error.filename else ""
             raise ImageError(f"{source} cannot be imported: {error.strerror or error}{place}") from error
@@ -136,6 +139,14 @@ def _apply_layers(outer: str, saved: _Saved, root: str, owners: bool) -> list[st
         os.close(root_fd)
     trees.remove_tree(outer)
     return _notes(total)
+
+
+def _make_directory(root: str, path: str) -> None:
+    root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        files.make_directories(root_fd, path)
+    finally:
+        os.close(root_fd)
 
 
 def _notes(unpacked: archives.Unpacked) -> list[str]:
@@ -235,7 +246,7 @@ class _Hashing:
 def _open_archive(path: Path) -> Iterator[IO[bytes]]:
     """Open an archive; what Python cannot uncompress itself is uncompressed by a program."""
     with path.open("rb") as stream:
-        kind = archives.compression(os.pread(stream.fileno(), 6, 0))
+        kind = archives.compression(stream.peek(6))  # not seek: it may be a pipe
         if kind is None:
             yield stream
         elif kind == "zst":
@@ -257,8 +268,11 @@ def _zstd(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     if program is None:
         raise DependencyMissing(f"{path} is compressed with zstd: install the program zstd, or uncompress it first")
     with tempfile.TemporaryFile() as complaints:
-        process = subprocess.Popen([program, "-dcq"], stdin=stream, stdout=subprocess.PIPE, stderr=complaints)
+        process = subprocess.Popen([program, "-dcq"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints)
         assert process.stdout is not None
+        # By hand, since some of the stream has been read into its buffer already.
+        feeder = threading.Thread(target=_feed, args=(stream, process.stdin), daemon=True)
+        feeder.start()
         try:
             yield process.stdout
             while process.stdout.read(_CHUNK_BYTES):
@@ -267,9 +281,15 @@ def _zstd(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
                 complaints.seek(0)
                 raise ImageError(f"{path} is damaged: {complaints.read(500).decode('utf-8', 'replace').strip()}")
         finally:
-            process.stdout.close()
             process.kill()
             process.wait()
+            feeder.join()
+            process.stdout.close()
+
+
+def _feed(source: IO[bytes], target: Any) -> None:
+    with contextlib.suppress(BrokenPipeError), target:
+        shutil.copyfileobj(source, target, _CHUNK_BYTES)
 
 
 def _name_of(source: Path) -> str:
@@ -300,14 +320,16 @@ def _account(root: str, saved: _Saved | None) -> dict[str, Any] | None:
 
 
 def _survey(root: str) -> tuple[str, int, int]:
-    """Digest, number of entries and size of a tree: names, types, owners, modes, times to the second, contents, links."""
+    """Digest, number of entries and size of a tree: names, types, owners, modes, times of files, contents, links."""
     digest = hashlib.sha256()
     counted = trees.Copied()
     first_names: dict[tuple[int, int], str] = {}
 
     def add(name: str, status: os.stat_result, fd: int) -> None:
         mode, kind = status.st_mode, stat.S_IFMT(status.st_mode)
-        record = f"{kind:o} {stat.S_IMODE(mode):o} {status.st_uid} {status.st_gid} {int(status.st_mtime)}"
+        record = f"{kind:o} {stat.S_IMODE(mode):o} {status.st_uid} {status.st_gid}"
+        if kind != stat.S_IFDIR:  # a directory that an archive does not name gets the time at which it is made
+            record += f" {int(status.st_mtime)}"
         if kind == stat.S_IFREG:
             first = first_names.setdefault((status.st_dev, status.st_ino), name) if status.st_nlink > 1 else name
             if first != name:
