@@ -281,6 +281,26 @@ def test_an_answer_given_while_nobody_was_there_is_kept(listening: Callable[...,
     assert len(box.incidents) == 1
 
 
+def test_answers_that_arrived_are_not_kept(listening: Callable[..., Reconnecting]) -> None:
+    box = listening()
+    process = box.spawn(["sleep", "1000"])  # a request that stays open all the time
+
+    def resident_kb() -> int:
+        status = Path(f"/proc/{box.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0])
+
+    def turn() -> None:
+        assert len(box.run(["head", "-c", "3000000", "/dev/zero"], max_output_bytes=1 << 22).stdout) == 3_000_000
+
+    for _ in range(5):
+        turn()
+    before = resident_kb()
+    for _ in range(40):
+        turn()
+    assert resident_kb() < before + 60_000
+    assert process.poll() is None
+
+
 def test_requests_made_while_the_connection_is_down_wait_for_it(listening: Callable[..., Reconnecting]) -> None:
     box = listening()
     box.delay_s = 1.0

@@ -104,6 +104,8 @@ class OutpostClient:
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self._pending: dict[int, Pending] = {}
+        self._can_reconnect = reconnect is not None
+        self._done: list[int] = []  # requests whose answers are here, or not wanted any more: the outpost need not keep them
         self._lost: T1Error | None = None
         self._goodbye: str | None = None
         self._connected = True
@@ -155,11 +157,11 @@ class OutpostClient:
             if self._lost is not None:
                 raise _again(self._lost)
             number = next(self._numbers)
-            oldest = next(iter(self._pending), number)
             try:
-                frame = pack({"id": number, "op": operation, "oldest": oldest, **fields}, blob)
+                frame = pack({"id": number, "op": operation, "done": self._done, **fields}, blob)
             except ValueError as error:
                 raise SandboxError(f"{operation}: {error}") from error
+            self._done = []
             pending = self._pending[number] = Pending(self, number, frame)
             stream, connected = self._stream, self._connected
         if connected:
@@ -195,7 +197,8 @@ class OutpostClient:
     def forget(self, number: int) -> None:
         """Drop a request whose answer nobody wants."""
         with self._lock:
-            self._pending.pop(number, None)
+            if self._pending.pop(number, None) is not None and self._can_reconnect:
+                self._done.append(number)
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -272,6 +275,8 @@ class OutpostClient:
                 continue
             with self._lock:
                 pending = self._pending.pop(number, None)
+                if pending is not None and self._can_reconnect:
+                    self._done.append(number)
             if pending is not None:
                 pending.resolve(frame)
 

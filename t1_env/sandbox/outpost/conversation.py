@@ -181,21 +181,23 @@ class Conversation:
     # ------------------------------------------------------------------------------------------------------------------ requests
     def _take(self, header: Header, blob: bytes) -> None:
         number = int(header["id"])
+        if self._listener is not None:
+            with self._memory_lock:
+                for done in header["done"]:
+                    self._memory.pop(done, None)
         if header["op"] == "pulse":
             self._send(pack({"id": number}))
             return
         if header["op"] == "bye":
             self._ending = True
             return
-        if self._listener is not None and not self._remember(number, int(header["oldest"])):
+        if self._listener is not None and not self._remember(number):
             return
         self._service.serve(header, blob, self._reply_to(number))
 
-    def _remember(self, number: int, oldest: int) -> bool:
+    def _remember(self, number: int) -> bool:
         """Note a request; False if it is a known one that came again."""
         with self._memory_lock:
-            for done in [known for known in self._memory if known < oldest]:
-                del self._memory[done]
             if number not in self._memory:
                 self._memory[number] = None
                 return True

@@ -6,6 +6,7 @@ import zlib
 from typing import Final, TypeAlias
 
 from t1_env.errors import SandboxError
+from t1_env.sandbox.base import KillsAll
 from t1_env.sandbox.outpost import records
 from t1_env.sandbox.outpost.frames import Header
 from t1_env.sandbox.outpost.workers import Strand
@@ -30,10 +31,7 @@ class HostedShell:
 
     def __init__(self, sandbox: Spawner, config: Header) -> None:
         self._engine = BashEngine(sandbox, records.shell_config_from_json(config))
-        try:
-            self.strand = Strand("t1-shell")
-        except RuntimeError as error:
-            raise SandboxError(f"cannot open a shell: {error}") from error
+        self.strand = _strand(sandbox)
 
     def serve(self, request: Header) -> Answer:
         """Answer a request of this shell; called in its thread.
@@ -79,6 +77,19 @@ class HostedShell:
         """Close the engine, after the step that is running, and end its thread."""
         self.strand.submit(self._engine.close)
         self.strand.end()
+
+
+def _strand(sandbox: Spawner) -> Strand:
+    """A thread for a shell. Where the agent leaves no room for one, its processes are ended: that is no failure of the machinery."""
+    try:
+        return Strand("t1-shell")
+    except RuntimeError:
+        if isinstance(sandbox, KillsAll):
+            sandbox.kill_all()
+    try:
+        return Strand("t1-shell")
+    except RuntimeError as error:
+        raise SandboxError(f"cannot open a shell: {error}") from error
 
 
 def screen_from_blob(blob: bytes) -> bytes:
