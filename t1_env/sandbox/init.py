@@ -45,6 +45,9 @@ class InitConfig:
         memory_is_bounded: Whether a cgroup bounds memory.
         procs_fds: cgroup.procs descriptors that every process joins; pid 1 itself stays outside, so it answers even when the limit on
             processes is reached or the sandbox is frozen.
+        thaw_fd: The freezer's file, or None. If the keeper is killed while the agent stands still, nobody else would let it go, and a
+            process that a version 1 freezer holds cannot even be killed.
+        thaw_word: What to write to it.
     """
 
     env: Mapping[str, str]
@@ -52,6 +55,8 @@ class InitConfig:
     limits: limits_.Limits
     memory_is_bounded: bool
     procs_fds: list[int] = field(default_factory=list)
+    thaw_fd: int | None = None
+    thaw_word: bytes = b""
 
 
 class Init:
@@ -87,7 +92,7 @@ class Init:
         try:
             request, fds = wire.receive(sock)
         except wire.Disconnected:
-            os._exit(0)
+            self._end()
         passed: list[int] = []
         try:
             operation = request["op"]
@@ -113,9 +118,16 @@ class Init:
         try:
             wire.send(sock, reply, passed)
         except wire.Disconnected:
-            os._exit(0)
+            self._end()
         finally:
             wire.close_all(passed)
+
+    def _end(self) -> NoReturn:
+        """The host process or the keeper is gone; with this process goes everything inside."""
+        if self._config.thaw_fd is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._config.thaw_fd, self._config.thaw_word)
+        os._exit(0)
 
     # ------------------------------------------------------------------------------------------------------------------ processes
     def _spawn(self, request: wire.Message, fds: Sequence[int]) -> tuple[wire.Message, list[int]]:

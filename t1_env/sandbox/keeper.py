@@ -108,7 +108,7 @@ class Keeper:
         host_end, init_host = socket.socketpair()
         self._init_sock, init_keeper = socket.socketpair()
         report_read, report_write = os.pipe()
-        self._init_pid = namespaces.fork_pid_1(lambda: self._become_init([init_host, init_keeper], report_write))
+        self._init_pid = namespaces.fork_pid_1(lambda: self._become_init([init_host, init_keeper], report_write), tied=False)
         for end in (init_host, init_keeper):
             end.close()
         os.close(report_write)
@@ -190,7 +190,10 @@ class Keeper:
     # ------------------------------------------------------------------------------------------------------------------- pid 1
     def _become_init(self, socks: list[socket.socket], report_fd: int) -> NoReturn:
         spec, procs_fds = self._config.spec, self._cgroup.procs_fds
-        syscalls.close_all_except([*(sock.fileno() for sock in socks), report_fd, *procs_fds])
+        freezer = self._cgroup.freezer
+        thaw_fd = None if freezer is None else os.open(freezer, os.O_WRONLY | os.O_CLOEXEC)
+        kept = [*(sock.fileno() for sock in socks), report_fd, *procs_fds]
+        syscalls.close_all_except(kept if thaw_fd is None else [*kept, thaw_fd])
         root = self._config.template.root
         report = b"ok"
         try:
@@ -217,6 +220,8 @@ class Keeper:
             limits=self._config.limits,
             memory_is_bounded=limits.MEMORY in self._cgroup.capabilities,
             procs_fds=procs_fds,
+            thaw_fd=thaw_fd,
+            thaw_word=self._cgroup.thaw_word.encode(),
         )
         run_init(socks, config)
 

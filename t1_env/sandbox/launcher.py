@@ -92,6 +92,12 @@ class Launcher:
                 else:
                     return
 
+    @property
+    def died(self) -> bool:
+        """Whether the zygote that took the last request is gone."""
+        with self._lock:
+            return self._zygote is None or bool(select.select([self._zygote.sock], [], [], 0)[0])  # it never speaks once it is ready
+
     def preload(self, module: str) -> None:
         """Have later keepers start with ``module`` imported."""
         with self._lock:

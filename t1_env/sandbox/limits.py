@@ -89,7 +89,12 @@ class Cgroup:
     def thaw(self) -> None:
         """Let the processes run again."""
         if self.freezer is not None:
-            write_file(self.freezer, "0" if self.freezer.endswith("cgroup.freeze") else "THAWED")
+            write_file(self.freezer, self.thaw_word)
+
+    @property
+    def thaw_word(self) -> str:
+        """What to write to ``freezer`` to let the processes run again."""
+        return "0" if (self.freezer or "").endswith("cgroup.freeze") else "THAWED"
 
     def leave(self) -> None:
         """Move the calling process, which had joined, back to where it came from."""

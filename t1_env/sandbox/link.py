@@ -11,8 +11,8 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox import launcher, wire
@@ -23,6 +23,10 @@ from t1_env.sandbox.stacking import Stack
 _CLOSE_TIMEOUT_S: Final = 5.0
 _ERRNOS_OF_REFUSAL: Final = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOSPC, errno.ENODEV, errno.EUSERS})
 _serial: Final = itertools.count()
+
+
+class _LauncherDied(SandboxError):
+    """The zygote was killed before, or while, it did what was asked."""
 
 
 class Link:
@@ -59,7 +63,6 @@ class Link:
             SandboxUnavailable: The kernel refused something; says what to enable.
             SandboxError: The sandbox could not be started for another reason.
         """
-        ours, theirs = socket.socketpair()
         fields = {
             "root": (stack if stack is not None else Stack()).to_json(),
             "workdir": spec.workdir,
@@ -71,6 +74,16 @@ class Link:
             "cpus": spec.cpus,
             "hide": sorted({str(path) for given in (*spec.hide, *launcher.installation_paths()) for path in (given, given.resolve())}),
         }
+        try:
+            link, capabilities = cls._open(fields, copy_of)
+        except _LauncherDied:
+            link, capabilities = cls._open(fields, copy_of)  # nothing had been started; there is another one now
+        weakref.finalize(owner, link.close)  # also runs at interpreter exit
+        return link, capabilities
+
+    @classmethod
+    def _open(cls, fields: Mapping[str, Any], copy_of: Link | None) -> tuple[Link, frozenset[str]]:
+        ours, theirs = socket.socketpair()
         name = cgroup_name(next(_serial))
         try:
             with theirs, contextlib.ExitStack() as lending:
@@ -87,21 +100,18 @@ class Link:
             ours.settimeout(launcher.START_TIMEOUT_S)
             reply, fds = wire.receive(ours)
             ours.settimeout(None)
-        except (wire.Disconnected, TimeoutError) as error:
+            if "error" in reply:
+                if reply.get("errno") in _ERRNOS_OF_REFUSAL:
+                    raise SandboxUnavailable(launcher.explain_refusal(reply["error"], reply["errno"]))
+                raise SandboxError(f"the sandbox could not be started: {reply['error']}")
+        except BaseException as error:
             ours.close()
             remove_cgroup(name)
-            raise SandboxError("the sandbox's keeper ended while starting; is the machine out of memory or processes?") from error
-        except BaseException:
-            ours.close()
+            if isinstance(error, (wire.Disconnected, TimeoutError)):
+                kind = _LauncherDied if isinstance(error, wire.Disconnected) and launcher.LAUNCHER.died else SandboxError
+                raise kind("the sandbox's keeper ended while starting; is the machine out of memory or processes?") from error
             raise
-        if "error" in reply:
-            ours.close()
-            if reply.get("errno") in _ERRNOS_OF_REFUSAL:
-                raise SandboxUnavailable(launcher.explain_refusal(reply["error"], reply["errno"]))
-            raise SandboxError(f"the sandbox could not be started: {reply['error']}")
-        link = cls(name, ours, socket.socket(fileno=fds[0]), fds[1])
-        weakref.finalize(owner, link.close)  # also runs at interpreter exit
-        return link, frozenset(reply["capabilities"])
+        return cls(name, ours, socket.socket(fileno=fds[0]), fds[1]), frozenset(reply["capabilities"])
 
     @property
     def alive(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import struct
 from collections.abc import Callable
@@ -23,7 +24,7 @@ ALL: Final = (
 _PID: Final = struct.Struct("=i")
 
 
-def fork_pid_1(body: Callable[[], NoReturn]) -> int:
+def fork_pid_1(body: Callable[[], NoReturn], *, tied: bool = True) -> int:
     """Fork a child that is pid 1 of new namespaces and runs ``body`` there.
 
     A pid namespace starts with the *next* child of the process that asked for it, and asking twice is refused; so a middleman asks,
@@ -32,6 +33,7 @@ def fork_pid_1(body: Callable[[], NoReturn]) -> int:
 
     Args:
         body: Never returns.
+        tied: Whether the child is killed when the caller dies; one that notices by itself can clean up first.
 
     Returns:
         Pid of the child, as the caller sees it.
@@ -41,11 +43,12 @@ def fork_pid_1(body: Callable[[], NoReturn]) -> int:
     """
     pid_read, pid_write = os.pipe()
     go_read, go_write = os.pipe()
+    caller = os.pidfd_open(os.getpid())
     middleman = os.fork()
     if middleman == 0:
-        _middleman(body, pid_write, go_read, go_write)
-    os.close(pid_write)
-    os.close(go_read)
+        _middleman(_tie(body, caller) if tied else body, pid_write, go_read, go_write)
+    for fd in (pid_write, go_read, caller):
+        os.close(fd)
     try:
         data = os.read(pid_read, _PID.size)
         status = os.waitpid(middleman, 0)[1]
@@ -65,6 +68,18 @@ def kill_and_reap(pid: int) -> int:
     return os.waitpid(pid, 0)[1]
 
 
+def _tie(body: Callable[[], NoReturn], caller: int) -> Callable[[], NoReturn]:
+    """Have the process that runs ``body`` killed when the process behind the pidfd ``caller``, its parent, dies."""
+
+    def tied() -> NoReturn:
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if select.select([caller], [], [], 0)[0]:
+            os._exit(1)  # it died just before
+        body()
+
+    return tied
+
+
 def _middleman(body: Callable[[], NoReturn], pid_write: int, go_read: int, go_write: int) -> NoReturn:
     code = 1
     try:
@@ -76,7 +91,6 @@ def _middleman(body: Callable[[], NoReturn], pid_write: int, go_read: int, go_wr
             if os.read(go_read, 1) != b"1":
                 os._exit(1)  # the caller died in between
             os.close(go_read)
-            syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             body()
         os.write(pid_write, _PID.pack(pid))
         code = 0
