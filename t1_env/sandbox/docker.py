@@ -7,20 +7,21 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable, TransportLost
 from t1_env.sandbox import checks, files
 from t1_env.sandbox.base import BuiltEnvironment, CloneResult, SandboxSpec
-from t1_env.sandbox.docker_clone import Call, call_in_clone, copy_volumes
+from t1_env.sandbox.docker_clone import Call, call_in_clone, call_on_layers, copy_volumes
 from t1_env.sandbox.docker_config import DockerConfig
-from t1_env.sandbox.docker_container import Container, Order, remove_image
+from t1_env.sandbox.docker_container import Container, Layers, Order, remove_image
 from t1_env.sandbox.docker_daemon import Daemon, daemon_for
 from t1_env.sandbox.docker_images import Image, find_image
 from t1_env.sandbox.docker_leftovers import remove_once
 from t1_env.sandbox.docker_runtime import ROOT, ensure_volume, forget_volume
 from t1_env.sandbox.docker_stream import AttachStream
 from t1_env.sandbox.keeper import BASE_ENV
+from t1_env.sandbox.local import unavailable_reason
 from t1_env.sandbox.outpost.client import OutpostClient
 from t1_env.sandbox.outpost.frames import Header
 from t1_env.sandbox.outpost.remote import RemoteSandbox
@@ -60,7 +61,8 @@ class DockerSandbox(RemoteSandbox):
         self._image: Image | None = None
         self._container: Container | None = None
         self._volume = ""
-        self._layers: tuple[str, tuple[str, ...]] | None = None
+        self._layers: Layers | None = None
+        self.clone_mode: Literal["layers", "commit"] = "commit"
         self._origin: Container | None = None  # what this one is a fork of, while it starts
         self._commits: tuple[str, ...] = ()  # images that only this sandbox and its forks are made of, the newest first
 
@@ -106,6 +108,7 @@ class DockerSandbox(RemoteSandbox):
             spec=self.spec,
             kind="sandbox",
             runtime_volume=self._volume,
+            workdir=self.spec.workdir,
             user=image.user or "0:0",
             network_mode=daemon.config.network_mode if self.spec.network else "none",
             env={name: "" for name in _LOADER_VARIABLES if name in image.env},
@@ -137,6 +140,14 @@ class DockerSandbox(RemoteSandbox):
         found |= set() if self.spec.network else {"network_off"}
         self.capabilities = frozenset(found)
         self._layers = self._container.layers()
+        self.clone_mode = "layers" if self._can_clone_layers() else "commit"
+
+    def _can_clone_layers(self) -> bool:
+        """Whether a local sandbox on this machine can stand on the container's files; another runtime keeps its clones to itself."""
+        assert self._image is not None
+        if self._layers is None or self._image.volumes or self.config.clones == "commit" or self.config.runtime is not None:
+            return False
+        return os.geteuid() == 0 and os.path.ismount(self._layers.merged) and unavailable_reason() is None
 
     def _build(self) -> BuiltEnvironment:
         assert self._image is not None
@@ -180,9 +191,8 @@ class DockerSandbox(RemoteSandbox):
         self._of_container()
         if self._layers is None or self._image is None or self._image.volumes:
             return super().generation()
-        upper = self._layers[0]
-        found = files.fingerprint([upper])
-        if not os.path.isdir(upper):
+        found = files.fingerprint([self._layers.written])
+        if not os.path.isdir(self._layers.written):
             raise SandboxDied("the container of the sandbox is gone, and its files with it")
         return found
 
@@ -194,10 +204,10 @@ class DockerSandbox(RemoteSandbox):
         """
         container = self._of_container()
         if self._layers is not None:
-            upper, lowers = self._layers
             found: dict[str, str] = {}
             for name in _SYSTEM_DIRECTORIES:
-                found |= files.changed_files(f"{upper}/{name}", tuple(f"{lower}/{name}" for lower in lowers), f"/{name}")
+                below = tuple(f"{layer}/{name}" for layer in self._layers.below)
+                found |= files.changed_files(f"{self._layers.written}/{name}", below, f"/{name}")
             return found
         changes = container.changes()
         directories = {os.path.dirname(path) for path, _ in changes}
@@ -209,7 +219,11 @@ class DockerSandbox(RemoteSandbox):
 
     # --------------------------------------------------------------------------------------------------------------------- clones
     def run_in_clone(self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0) -> CloneResult:
-        """Commit the container while it stands still and run a trusted function in a container of that; see ``Sandbox.run_in_clone``."""
+        """Run a trusted function in a copy-on-write clone of the container; see ``Sandbox.run_in_clone``.
+
+        The clone stands on the container's own layers, in namespaces of this machine, while the container is paused; or it is a container
+        made of a commit (``clone_mode`` says which).
+        """
         container = self._of_container()
         assert self._daemon is not None
         assert self._image is not None
@@ -223,6 +237,8 @@ class DockerSandbox(RemoteSandbox):
             runtime_volume=self._volume,
             volumes=self._image.volumes,
         )
+        if self.clone_mode == "layers" and self._layers is not None:
+            return call_on_layers(container, self._layers, self.spec, call)
         return call_in_clone(self._daemon, container, self.spec, call)
 
     def fork(self) -> DockerSandbox:

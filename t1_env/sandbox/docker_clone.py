@@ -1,25 +1,29 @@
-"""Verification in a clone of a container: a commit of its files, run as a throw-away container of its own.
+"""Verification in a clone of a container.
 
-Works with any daemon, also one far away. The agent's processes stand still while its files are committed; nothing of them is in the clone.
+On the daemon's own machine the clone is a local sandbox that stands on the container's files while the container is paused. With any other
+daemon it is a commit of its files, run as a throw-away container of its own. Nothing of the agent's processes is in either.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import posixpath
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, TransportLost
-from t1_env.sandbox import checks
+from t1_env.sandbox import checks, syscalls
 from t1_env.sandbox.base import CloneResult, SandboxSpec
-from t1_env.sandbox.docker_container import Container, Order, archive_of_mounts, remove_image
+from t1_env.sandbox.docker_container import Container, Layers, Order, archive_of_mounts, remove_image
 from t1_env.sandbox.docker_daemon import Daemon
 from t1_env.sandbox.docker_stream import AttachStream
+from t1_env.sandbox.local import LocalSandbox
+from t1_env.sandbox.stacking import Stack
 
 _MAX_RESULT_BYTES: Final = 1 << 27
 _FORBIDDEN: Final = ("proc", "dev", "sys", ".t1")
@@ -88,7 +92,7 @@ def call_in_clone(daemon: Daemon, container: Container, spec: SandboxSpec, call:
                 clone.put("/", archive_of_mounts({target: source.resolve() for target, source in call.mounts.items()}))
             copy_volumes(container, clone, call.volumes)
             stream = clone.start()
-        result, error = _converse(stream, clone, call)
+        result, error = _converse(stream, clone, call, spec.workdir)
     except (SandboxDied, TransportLost):
         raise
     except SandboxError as failure:
@@ -101,8 +105,38 @@ def call_in_clone(daemon: Daemon, container: Container, spec: SandboxSpec, call:
     return CloneResult(result, time.monotonic() - started, error)
 
 
-def _converse(stream: AttachStream, clone: Container, call: Call) -> tuple[Any, str | None]:
-    request = {"entry": call.entry, "payload": call.payload, "env": dict(call.env), "workdir": clone.workdir}
+def call_on_layers(container: Container, layers: Layers, spec: SandboxSpec, call: Call) -> CloneResult:
+    """Call a function in a clone that a local sandbox makes of a container's files; see `call_in_clone`.
+
+    A local sandbox whose root is an overlay over the container's: made anew each time, because what lies under an overlay must not change.
+    """
+    _check_mounts(call.mounts)
+    started = time.monotonic()
+    with container.paused():
+        try:
+            workdir = spec.workdir if _has_directory(layers.merged, spec.workdir) else "/"
+            inside = replace(spec, env=dict(call.env), workdir=workdir, network=False, image=None, hide=())
+            with LocalSandbox(inside, stack=Stack(rootfs=layers.merged, foreign=True)) as box:
+                result = box.run_in_clone(call.entry, call.payload, mounts=call.mounts, timeout_s=call.timeout_s)
+        except SandboxError as failure:
+            result = CloneResult(None, 0.0, f"the clone could not be made: {failure}")
+    return replace(result, seconds=time.monotonic() - started)
+
+
+def _has_directory(root: str, path: str) -> bool:
+    """Whether a path leads to a directory inside ``root``; the agent may have put anything there."""
+    root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.close(syscalls.open_in_root(root_fd, path, os.O_PATH | os.O_DIRECTORY))
+    except OSError:
+        return False
+    finally:
+        os.close(root_fd)
+    return True
+
+
+def _converse(stream: AttachStream, clone: Container, call: Call, workdir: str) -> tuple[Any, str | None]:
+    request = {"entry": call.entry, "payload": call.payload, "env": dict(call.env), "workdir": workdir}
     with stream.limited(call.timeout_s):
         try:
             stream.send(json.dumps(request).encode("ascii") + b"\n")

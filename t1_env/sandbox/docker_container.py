@@ -54,10 +54,11 @@ class Order:
     Args:
         image: Identity of the image.
         command: First process and its arguments.
-        spec: Limits, working directory, host name.
+        spec: Limits and host name.
         kind: What it is for (label ``t1.kind``).
         runtime_volume: Volume that holds the outpost's files.
         fresh: Paths that hide whatever the image has there behind an empty volume of the container's own.
+        workdir: Working directory of the first process; made if it is not there.
         user: Who runs the first process, as the image's ``USER`` would say it.
         network_mode: Docker network.
         env: Variables of the first process that differ from the image's.
@@ -69,9 +70,25 @@ class Order:
     kind: str
     runtime_volume: str
     fresh: Sequence[str] = ()
+    workdir: str = "/"
     user: str = "0:0"
     network_mode: str = "none"
     env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Directories of this machine that hold a container's files.
+
+    Args:
+        written: What its processes wrote.
+        below: The image's layers, topmost first.
+        merged: Where the daemon has them all mounted as one.
+    """
+
+    written: str
+    below: tuple[str, ...]
+    merged: str
 
 
 class Container:
@@ -94,11 +111,6 @@ class Container:
         self._removed = False
         self._owner_pid = os.getpid()
         self.id = self._create()
-
-    @property
-    def workdir(self) -> str:
-        """Working directory that it was made with."""
-        return self._order.spec.workdir
 
     # ------------------------------------------------------------------------------------------------------------------ life cycle
     def start(self) -> AttachStream:
@@ -176,17 +188,17 @@ class Container:
         with self._daemon.doing("list the changes of a container", gone=self._gone):
             return [(str(entry["Path"]), int(entry["Kind"])) for entry in self._daemon.api.diff(self.id) or ()]
 
-    def layers(self) -> tuple[str, tuple[str, ...]] | None:
-        """Directories of this machine that hold what was written and what lies below, topmost first; None if they are not to be seen."""
+    def layers(self) -> Layers | None:
+        """Where its files lie on this machine; None if they are not to be seen."""
         if not self._daemon.is_local:
             return None
         with self._daemon.doing("look at a container", gone=self._gone):
             driver = self._daemon.api.inspect_container(self.id).get("GraphDriver") or {}
         data = driver.get("Data") or {}
-        upper, lower = data.get("UpperDir"), data.get("LowerDir")
-        if driver.get("Name") != "overlay2" or not upper or not lower or not os.access(upper, os.R_OK | os.X_OK):
+        upper, lower, merged = data.get("UpperDir"), data.get("LowerDir"), data.get("MergedDir")
+        if driver.get("Name") != "overlay2" or not (upper and lower and merged) or not os.access(upper, os.R_OK | os.X_OK):
             return None
-        return str(upper), tuple(str(lower).split(":"))
+        return Layers(str(upper), tuple(str(lower).split(":")), str(merged))
 
     def execute(self, command: Sequence[str]) -> AttachStream:
         """Start another process in it, as root; returns its standard streams."""
@@ -260,7 +272,7 @@ class Container:
                 stdin_open=True,  # with StdinOnce, which the SDK adds: the first process's input ends with our connection
                 hostname=spec.hostname,
                 user=order.user,
-                working_dir=spec.workdir,
+                working_dir=order.workdir,
                 environment=dict(order.env),
                 labels=daemon.labels(order.kind),
                 healthcheck={"test": ["NONE"]},

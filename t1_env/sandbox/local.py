@@ -41,6 +41,7 @@ class LocalSandbox:
 
     Args:
         spec: What to build; default ``SandboxSpec()``.
+        stack: What its root starts from, where the specification names no image; default the host's system directories.
 
     Raises:
         ConfigError: The specification asks for something a local sandbox cannot be.
@@ -48,13 +49,13 @@ class LocalSandbox:
 
     isolation = "namespaces"
 
-    def __init__(self, spec: SandboxSpec | None = None) -> None:
+    def __init__(self, spec: SandboxSpec | None = None, *, stack: Stack | None = None) -> None:
         self.spec = spec if spec is not None else SandboxSpec()
         checks.check_spec(self.spec)
         self.capabilities: frozenset[str] = frozenset({"clone", "fork", "freeze", "storage_limit", "network_off"})
         self._link: Link | None = None
         self._built = BuiltEnvironment()
-        self._stack = Stack()
+        self._stack = Stack() if stack is None else stack
         self._account: Account | None = None
         self._closed = False
         self._start_lock = threading.Lock()

@@ -58,23 +58,25 @@ class Stack:
         layers: Layers over it, bottom first.
         exact: Whether everything written must be told apart from the base (to make a layer of it), also with no layers.
         locks: Files to hold a shared lock on while the sandbox lives, so that nobody removes what it stands on.
+        foreign: Whether an agent has written to ``rootfs``: its links then say nothing about where something of ours is to be mounted.
     """
 
     rootfs: str | None = None
     layers: tuple[Layer, ...] = ()
     exact: bool = False
     locks: tuple[str, ...] = ()
+    foreign: bool = False
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Stack:
         """The inverse of ``to_json``."""
         layers = tuple(Layer(entry["path"], tuple(entry["parts"]), entry["marked"]) for entry in data["layers"])
-        return cls(data["rootfs"], layers, data["exact"], tuple(data["locks"]))
+        return cls(data["rootfs"], layers, data["exact"], tuple(data["locks"]), bool(data.get("foreign")))
 
     def to_json(self) -> dict[str, Any]:
         """For a message to the keeper."""
         layers = [{"path": layer.path, "parts": list(layer.parts), "marked": layer.marked} for layer in self.layers]
-        return {"rootfs": self.rootfs, "layers": layers, "exact": self.exact, "locks": list(self.locks)}
+        return {"rootfs": self.rootfs, "layers": layers, "exact": self.exact, "locks": list(self.locks), "foreign": self.foreign}
 
     @property
     def plain(self) -> bool:
@@ -89,6 +91,8 @@ class Stack:
         """Where the top-level directory ``name`` really is (``bin`` may be a link to ``usr/bin``)."""
         if self.rootfs is None:
             return template.links.get(name, name)
+        if self.foreign:
+            return name
         try:
             target = os.readlink(f"{self.rootfs}/{name}").strip("/")
         except OSError:
