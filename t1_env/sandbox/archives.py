@@ -35,7 +35,7 @@ class Unpacked:
 
     Args:
         entries: Files, directories and links that were made.
-        skipped: Device nodes that were left out.
+        skipped: Device nodes, and what lies where something else is mounted.
         foreign_owners: Entries whose owner is above 65535 and became ``nobody``.
     """
 
@@ -73,7 +73,9 @@ def is_archive(stream: IO[bytes]) -> bool:
         stream.seek(start)
 
 
-def unpack(stream: IO[bytes], root_fd: int, dest: str = "/", *, owners: bool, whiteouts: bool = False) -> Unpacked:
+def unpack(
+    stream: IO[bytes], root_fd: int, dest: str = "/", *, owners: bool, whiteouts: bool = False, closed: tuple[str, ...] = ()
+) -> Unpacked:
     """Unpack an archive (plain, gzip, bzip2 or xz) below ``dest``.
 
     Paths are resolved inside ``root_fd``, symlinks included. Device nodes are left out; a later entry replaces an earlier one.
@@ -84,13 +86,14 @@ def unpack(stream: IO[bytes], root_fd: int, dest: str = "/", *, owners: bool, wh
         dest: Directory inside to unpack into; made if missing.
         owners: Whether to give files to the numeric owners in the archive (needs privilege).
         whiteouts: Whether names that begin with ``.wh.`` remove what earlier layers left (a layer of a saved image).
+        closed: Paths where something else is mounted: entries at or below them are left out.
 
     Raises:
         OSError: The archive is damaged (``EBADMSG``), a path in it leads outside (``EXDEV``), or writing failed.
     """
     try:
         with tarfile.open(fileobj=stream, mode="r|*", errorlevel=2, tarinfo=_Member) as archive:
-            return _Unpacking(archive, root_fd, dest, owners, whiteouts).run()
+            return _Unpacking(archive, root_fd, dest, owners, whiteouts, closed).run()
     except _ERRORS as error:
         raise OSError(errno.EBADMSG, f"the archive is damaged, cut short or not a tar archive ({error})") from error
 
@@ -98,12 +101,13 @@ def unpack(stream: IO[bytes], root_fd: int, dest: str = "/", *, owners: bool, wh
 class _Unpacking:
     """One archive on its way into a directory."""
 
-    def __init__(self, archive: tarfile.TarFile, root_fd: int, dest: str, owners: bool, whiteouts: bool) -> None:
+    def __init__(self, archive: tarfile.TarFile, root_fd: int, dest: str, owners: bool, whiteouts: bool, closed: tuple[str, ...]) -> None:
         self._archive = archive
         self._root = root_fd
         self._dest = dest.rstrip("/")
         self._owners = owners
         self._whiteouts = whiteouts
+        self._closed = closed
         self._made: set[str] = set()
         # Set at the end: unpacking into a directory moves its time, and its mode may forbid it.
         self._directories: dict[str, tarfile.TarInfo] = {}
@@ -141,7 +145,8 @@ class _Unpacking:
             if member.isdir():
                 self._directories[self._dest] = member
             return
-        if not (member.isdir() or member.isreg() or member.issym() or member.islnk() or member.isfifo()):
+        known = member.isdir() or member.isreg() or member.issym() or member.islnk() or member.isfifo()
+        if not known or any(path == each or path.startswith(f"{each}/") for each in self._closed):
             self._result.skipped += 1
             return
         files.make_directories(self._root, parent or "/")

@@ -114,9 +114,10 @@ class _Build:
     def run(self) -> Prepared:
         assert self._found is not None
         digest, chain = self._found.digest, []
-        for step in self._recipe.steps:
-            digest = chain_digest(digest, step.key)
-            chain.append((step, digest))
+        for steps in _groups(self._recipe.steps):
+            for step in steps:
+                digest = chain_digest(digest, step.key)
+            chain.append((steps, digest))
         top = self._acquire_all(chain)
         recipe, user = self._recipe, None if top is None or top.account is None else str(top.account["name"])
         built = BuiltEnvironment(recipe.env, recipe.workdir, user, self._found.said, recipe.notes)
@@ -127,22 +128,22 @@ class _Build:
         _hold_image(self._store, self._found.image, self._held)
         return _base(self._found)
 
-    def _acquire_all(self, chain: list[tuple[Step, str]]) -> LayerInfo | None:
+    def _acquire_all(self, chain: list[tuple[list[Step], str]]) -> LayerInfo | None:
         """Hold the last layer of the chain; make those that are missing, from the lowest up."""
-        index = len(chain)
-        top: LayerInfo | None = None
-        while index > 0 and top is None:
-            index -= 1
-            top = self._acquire(chain[index][1])
-        for step, digest in chain[index + 1 if top is not None else 0 :]:
+        top, missing = None, len(chain)
+        while missing > 0 and top is None:
+            missing -= 1
+            top = self._acquire(chain[missing][1])
+        for steps, digest in chain[missing + 1 if top is not None else 0 :]:
             for _ in range(_ATTEMPTS):
-                self._make(step, digest, top)
-                acquired = self._acquire(digest)
-                if acquired is not None:
+                self._make(steps, digest, top)
+                made = self._acquire(digest)
+                if made is not None:
                     break  # else somebody pruned it just now
             else:
-                raise line_error(self._recipe.name, step.line, "the layer is removed as soon as it is built; is `images prune` running?")
-            top = acquired
+                reason = "the layer is removed as soon as it is built; is `images prune` running all the time?"
+                raise line_error(self._recipe.name, steps[-1].line, reason)
+            top = made
         return top
 
     def _acquire(self, digest: str) -> LayerInfo | None:
@@ -152,7 +153,7 @@ class _Build:
         self._held.callback(os.close, acquired[1])
         return acquired[0]
 
-    def _make(self, step: Step, digest: str, below: LayerInfo | None) -> None:
+    def _make(self, steps: list[Step], digest: str, below: LayerInfo | None) -> None:
         with self._layers.making(digest, self._deadline) as private:
             if self._layers.has(digest):
                 return  # another process was faster
@@ -163,21 +164,33 @@ class _Build:
             builder = _Builder(stack, account, self._hide)
             with builder:
                 executor = _LayerExecutor(builder, self._recipe, self._deadline)
-                executor.execute(step)
+                for step in steps:
+                    executor.execute(step)
                 try:
                     written = builder.export(private)
                 except SandboxFileError as error:
-                    raise line_error(self._recipe.name, step.line, f"the layer could not be written to {private}: {error}") from error
+                    raise line_error(self._recipe.name, steps[-1].line, f"the layer could not be written to {private}: {error}") from error
             manifest = {
                 "parts": written["parts"],
                 "marked": os.path.exists(f"{private}/{MARKS_FILE}"),
                 "entries": written["entries"],
                 "size_bytes": written["size_bytes"],
-                "account": executor.account if step.keyword == "USER" else account,
-                "instruction": f"{step.keyword} {step.key}"[:500],
+                "account": builder.account,
+                "instruction": "; ".join(step.shown for step in steps),
                 "base": self._found.digest,
             }
             self._layers.commit(private, digest, manifest, below)
+        self._layers.prune_now_and_then()
+
+
+def _groups(steps: tuple[Step, ...]) -> list[list[Step]]:
+    """The steps of each layer: a ``RUN`` and what stands before it. What takes no time to do again needs no layer of its own."""
+    groups: list[list[Step]] = []
+    for step in steps:
+        if not groups or groups[-1][-1].keyword == "RUN":
+            groups.append([])
+        groups[-1].append(step)
+    return groups
 
 
 class _Builder(LocalSandbox):
@@ -187,6 +200,16 @@ class _Builder(LocalSandbox):
         super().__init__(SandboxSpec(workdir="/", memory_mb=_MEMORY_MB, storage_mb=_STORAGE_MB, max_processes=_MAX_PROCESSES, hide=hide))
         self._stack = stack
         self._account = None if account is None else Account.from_json(account)
+
+    @property
+    def account(self) -> dict[str, Any] | None:
+        """Whom processes run as, as JSON; None for root."""
+        return None if self._account is None else self._account.to_json()
+
+    def become(self, user: str) -> None:
+        """Have later processes run as somebody else."""
+        account = Account.from_json(self.account_of(user))
+        self._account = None if (account.uid, account.gid) == (0, 0) else account
 
     def account_of(self, user: str) -> dict[str, Any]:
         """Look a user up."""
@@ -230,11 +253,9 @@ class _LayerExecutor(Executor):
     def __init__(self, builder: _Builder, recipe: Recipe, deadline: float) -> None:
         super().__init__(builder, recipe, deadline)
         self._builder = builder
-        self.account: dict[str, Any] | None = None
 
     def become(self, step: Step) -> None:
-        account = self._builder.account_of(step.user)
-        self.account = None if (account["uid"], account["gid"]) == (0, 0) else account
+        self._builder.become(step.user)
 
     def make_directory(self, path: str) -> None:
         self._builder.make_directory(path)

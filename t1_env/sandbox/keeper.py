@@ -268,7 +268,9 @@ class Keeper:
 
     def _unpack(self, request: wire.Message, fds: list[int]) -> tuple[wire.Message, list[int]]:
         with open(fds[0], "rb", closefd=False) as stream:
-            unpacked = archives.unpack(stream, self._root_fd, request["dest"], owners=self._config.privileged)
+            unpacked = archives.unpack(
+                stream, self._root_fd, request["dest"], owners=self._config.privileged, closed=("/dev", "/proc", "/sys")
+            )
         return {"entries": unpacked.entries}, []
 
     def _account(self, request: wire.Message, _: list[int]) -> tuple[wire.Message, list[int]]:

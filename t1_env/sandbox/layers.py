@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from t1_env.errors import ImageBuildError
+from t1_env.errors import ConfigError, ImageBuildError
 from t1_env.sandbox import trees
 from t1_env.sandbox.stacking import Layer
 
@@ -30,6 +30,10 @@ FORMAT: Final = 1
 _MANIFEST: Final = "layer.json"
 _PRIVATE: Final = ".new-"
 _TRASH: Final = ".trash-"
+_LAST_PRUNED: Final = "last-pruned"
+_DEFAULT_MAX_MB: Final = 20_000
+_MAX_LAYERS: Final = 20_000
+_PRUNE_INTERVAL_S: Final = 3600.0
 _LOCK_POLL_S: Final = 0.02
 
 
@@ -171,12 +175,13 @@ class LayerStore:
         found = [info for name in self._names() if not name.startswith(".") and (info := self._read(name)) is not None]
         return sorted(found, key=lambda info: info.used)
 
-    def prune(self, *, max_bytes: int | None = None, unused_for_s: float | None = None) -> Pruned:
+    def prune(self, *, max_bytes: int | None = None, max_layers: int | None = None, unused_for_s: float | None = None) -> Pruned:
         """Remove layers, least recently used first, never one that a sandbox stands on.
 
         Args:
             max_bytes: Stop when the rest is no larger than this; None for no limit on size.
-            unused_for_s: Remove what nobody used for this long; None for no limit on age. With neither, everything goes.
+            max_layers: Stop when no more than this many are left; None for no limit on their number.
+            unused_for_s: Remove what nobody used for this long; None for no limit on age. Without any limit, everything goes.
 
         Returns:
             What was done.
@@ -192,10 +197,10 @@ class LayerStore:
                 used[digest] = max(used.get(digest, 0.0), info.used)
         total, removed, freed = sum(info.size_bytes for info in layers.values()), 0, 0
         kept: set[str] = set()
-        everything = max_bytes is None and unused_for_s is None
+        everything = max_bytes is None and max_layers is None and unused_for_s is None
         for info in sorted(layers.values(), key=lambda info: (used[info.digest], -len(info.ancestors))):
             too_old = unused_for_s is not None and time.time() - used[info.digest] > unused_for_s
-            too_much = max_bytes is not None and total > max_bytes
+            too_much = (max_bytes is not None and total > max_bytes) or (max_layers is not None and len(layers) - removed > max_layers)
             if info.digest in kept or not (everything or too_old or too_much):
                 continue
             if self._remove(info.digest):
@@ -204,10 +209,26 @@ class LayerStore:
                 kept.update((info.digest, *info.ancestors))
         return Pruned(removed, freed, len(kept), total)
 
+    def prune_now_and_then(self) -> None:
+        """Keep the store from growing for ever: once an hour, remove what is over ``$T1_LAYERS_MAX_MB`` (default 20000) or 20,000 layers.
+
+        Raises:
+            ConfigError: The variable is not a number.
+        """
+        given = os.environ.get("T1_LAYERS_MAX_MB") or str(_DEFAULT_MAX_MB)
+        if not given.isdecimal():
+            raise ConfigError(f"T1_LAYERS_MAX_MB must be a number of megabytes, got {given!r}")
+        last = Path(self._root, _LAST_PRUNED)
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - last.stat().st_mtime < _PRUNE_INTERVAL_S:
+                return
+        last.touch()
+        self.prune(max_bytes=int(given) * 10**6, max_layers=_MAX_LAYERS)
+
     # ---------------------------------------------------------------------------------------------------------------- internals
     def _names(self) -> list[str]:
         try:
-            return sorted(name for name in os.listdir(self._root) if name != "locks")
+            return sorted(name for name in os.listdir(self._root) if name not in ("locks", _LAST_PRUNED))
         except FileNotFoundError:
             return []
 

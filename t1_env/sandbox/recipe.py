@@ -28,6 +28,7 @@ from t1_env.sandbox.dockerfile import (
     substitute,
 )
 
+_SHOWN_CHARACTERS: Final = 200
 _DEFAULT_SHELL: Final = ("/bin/sh", "-c")
 _ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64", "riscv64": "riscv64"}
 _NOTES: Final = {
@@ -88,6 +89,12 @@ class Step:
     copies: tuple[Copy, ...] = ()
     directories: tuple[str, ...] = ()
     user: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The instruction in a few words, for people."""
+        parts = {"RUN": self.argv[-1:], "USER": (self.user,)}.get(self.keyword) or self.directories or [copy.dest for copy in self.copies]
+        return f"{self.keyword} {' '.join(' '.join(parts).split())[:_SHOWN_CHARACTERS]}"
 
 
 @dataclass(frozen=True, slots=True)

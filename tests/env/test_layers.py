@@ -224,7 +224,7 @@ def test_dockerignore(context):
 def test_steps_that_fail_name_their_line_and_leave_no_layer(context, stores, body, message):
     with pytest.raises(ImageBuildError, match=message):
         sandbox(context, body).start()
-    assert [info.instruction.split(" ")[0] for info in LayerStore().all()] == (["WORKDIR"] if "WORKDIR" in body else [])
+    assert LayerStore().all() == []
     assert list(stores.cache.glob("layers/.*")) == []
 
 
@@ -416,4 +416,4 @@ def test_an_ordinary_user_can_build(ordinary_user):
     *same, refusal, removed = ordinary_user(_ORDINARY).rstrip("\n").split("\n")
     assert "\n".join(same) + "\n" == once * 2
     assert "Dockerfile:2: a sandbox that an ordinary user starts has no users but root" in refusal
-    assert removed == "5"
+    assert removed == "3"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from t1_env.cli.main import main
-from t1_env.errors import ImageBuildError, SandboxError
+from t1_env.errors import ConfigError, ImageBuildError, SandboxError
 from t1_env.sandbox.base import ImageSource, SandboxSpec
 from t1_env.sandbox.layers import LayerStore, chain_digest
 from t1_env.sandbox.local import LocalSandbox, unavailable_reason
@@ -70,6 +70,15 @@ def test_least_recently_used_layers_go_first_and_never_before_what_stands_on_the
     assert names(store) == {"base"}  # the one on top first
     store.prune(max_bytes=0)
     assert names(store) == set()
+
+
+def test_the_number_of_layers_can_be_limited():
+    store = LayerStore()
+    for age, name in enumerate("abcd"):
+        used(store, make(store, name, size=0), 100 - age)
+    assert store.prune(max_layers=4).removed == 0
+    assert store.prune(max_layers=1).removed == 3
+    assert names(store) == {"d"}
 
 
 def test_layers_that_nobody_used_for_long_go():
@@ -185,6 +194,24 @@ def test_pruning_while_sandboxes_start_breaks_neither(tmp_path):
     finally:
         stop.set()
         thread.join()
+
+
+def test_the_store_does_not_grow_for_ever(monkeypatch, stores):
+    store = LayerStore()
+    used(store, make(store, "old", size=2_000_000), 100)
+    make(store, "new", size=2_000_000)
+    monkeypatch.setenv("T1_LAYERS_MAX_MB", "3")
+    store.prune_now_and_then()
+    assert names(store) == {"new"}
+    monkeypatch.setenv("T1_LAYERS_MAX_MB", "0")
+    store.prune_now_and_then()  # not again within the hour
+    assert names(store) == {"new"}
+    os.utime(stores.cache / "layers" / "last-pruned", (1, 1))
+    store.prune_now_and_then()
+    assert names(store) == set()
+    monkeypatch.setenv("T1_LAYERS_MAX_MB", "much")
+    with pytest.raises(ConfigError, match="number of megabytes, got 'much'"):
+        store.prune_now_and_then()
 
 
 # ------------------------------------------------------------------------------------------------------------------------ accidents
