@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -133,7 +134,11 @@ def _shared_image(kind: str, make: Callable[[], bytes]) -> Iterator[str]:
                 if client.images.list(name=name):
                     break
                 fcntl.flock(lock, fcntl.LOCK_UN)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:  # by the time we would get it, whoever has it has imported the image and keeps it in use
+                    time.sleep(0.05)
+                    continue
                 if not client.images.list(name=name):
                     changes = ['CMD ["bash"]', f"ENV PATH={SYSTEM_PATH}", "LABEL t1.test=image"]
                     client.api.import_image_from_data(
@@ -287,10 +292,12 @@ class SshServerProcess:
         """
         port = port or (self.address.port if self.address else None)
         self._make_keys()
-        for _ in range(1 if port else 5):  # somebody else may take a free port first
+        # Somebody else may take a free port first; a fixed one may still be held by the last processes of the server that was killed.
+        for _ in range(50 if port else 5):
             chosen = port or _free_port()
             if self._listen(chosen):
                 break
+            time.sleep(0.1)
         else:
             raise RuntimeError(f"sshd does not start: {self.log()[-1000:]}")
         assert self.process is not None
@@ -365,8 +372,10 @@ class SshServerProcess:
             extra = []
         with (self.directory / "log").open("ab") as log:
             argv = [sshd, "-D", "-e", *extra, "-f", str(config)]
+            # The kernel's parent of a process is a thread: one that a test starts to restart the server must not take it along.
+            guard = _die_with_parent if threading.current_thread() is threading.main_thread() else None
             self.process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=guard
             )
         deadline = time.monotonic() + 60
         while self.process.poll() is None and time.monotonic() < deadline:
