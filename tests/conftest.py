@@ -364,6 +364,9 @@ class SshServerProcess:
             *("PidFile none", "UsePAM no", "StrictModes no", "PermitRootLogin prohibit-password", "PasswordAuthentication no"),
             *("KbdInteractiveAuthentication no", "UseDNS no", "PrintMotd no", "MaxSessions 500", "MaxStartups 500:30:1000"),
             *("LoginGraceTime 300", "LogLevel VERBOSE", "Subsystem sftp internal-sftp"),
+            # Not the first level, so bash reads no start-up files: what is in this user's is none of a test's business, and a test that
+            # kills things at random must not interrupt it.
+            "SetEnv SHLVL=1",
         ]
         config.write_text("\n".join(lines) + "\n")
         # Newer servers punish addresses whose logins fail, as tests of failing logins make them do; older ones do not know the word.
