@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -66,30 +67,45 @@ def check_command(ids: Sequence[str], *, jobs: int = 1, instances: int | None = 
     """
     chosen = _expand(ids, instances)
     console = Console(highlight=False, soft_wrap=True)
-    failed = 0
+    failed, bases = 0, Counter[str]()
     pool = ThreadPoolExecutor(jobs)
     columns = (TextColumn("checking"), *Progress.get_default_columns())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(chosen))
         try:
-            for found in pool.map(lambda item: _check(*item, sandbox=sandbox, slips=slips), chosen.items()):
+            for found, base in pool.map(lambda item: _check(*item, sandbox=sandbox, slips=slips), chosen.items()):
+                bases.update(base)
                 failed += not found.sound
                 detail = "; ".join(found.problems) or _sizes(found, slips=slips)
                 progress.console.print(f"{'ok  ' if found.sound else 'FAIL'}  {found.task_id}  {detail}", markup=False)
                 progress.advance(bar)
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C only what is running is waited for
+    for line, count in sorted(bases.items()):
+        console.print(line if line.startswith("note: ") else f"{count} on {line}", markup=False)
     console.print(f"{len(chosen) - failed} of {len(chosen)} tasks are sound", markup=False)
     return EXIT_FAILED if failed else EXIT_OK
 
 
-def _check(task_id: str, load: Callable[[], Task], *, sandbox: str, slips: bool) -> TaskCheck:
-    """Check one task; one of many that cannot even be loaded is a problem like any other."""
+def _check(task_id: str, load: Callable[[], Task], *, sandbox: str, slips: bool) -> tuple[TaskCheck, list[str]]:
+    """Check one task, and say what it really started from; one that cannot even be loaded is a problem like any other."""
     try:
         task = load()
     except T1Error as error:
-        return TaskCheck(task_id, (" ".join(str(error).split()),), n_verifiers=0, n_steps=0, n_slips=0, requires=())
-    return check_task(task, sandbox=sandbox, slips=slips)
+        return TaskCheck(task_id, (" ".join(str(error).split()),), n_verifiers=0, n_steps=0, n_slips=0, requires=()), []
+    return check_task(task, sandbox=sandbox, slips=slips), _base(task) if sandbox == "local" else []
+
+
+def _base(task: Task) -> list[str]:
+    """What the local sandbox has instead of the image after ``FROM``, and what it leaves out."""
+    from t1_env.sandbox.base import ImageSource
+    from t1_env.sandbox.builder import describe
+
+    try:
+        made = describe(ImageSource(task.environment_dir, task.config.environment.docker_image))
+    except T1Error:
+        return []  # what keeps it from being built has been found by playing it
+    return [made.base, *(f"note: {task.id}: {note}" for note in made.notes)]
 
 
 def _sizes(found: TaskCheck, *, slips: bool) -> str:

@@ -77,8 +77,8 @@ def prepared(image: ImageSource, hide: tuple[Path, ...]) -> Iterator[Prepared]:
         yield ready_made
 
 
-def base_of(image: ImageSource) -> Found:
-    """What the local sandbox starts an image from, without building anything.
+def describe(image: ImageSource) -> BuiltEnvironment:
+    """What the local sandbox makes of an image, without building anything: base, settings and notes (not the user).
 
     Raises:
         ImageBuildError: The Dockerfile cannot be read, or its base is not here and must not be replaced.
@@ -86,15 +86,15 @@ def base_of(image: ImageSource) -> Found:
     store = ImageStore()
     ready = None if image.docker_image is None else store.get(image.docker_image)
     if ready is not None or image.environment_dir is None:
-        return _without_dockerfile(store, image, ready)
+        return _settings(_without_dockerfile(store, image, ready))
     found: list[Found] = []
 
     def base(name: str, line: int) -> Base:
         found.append(_from(store, name, f"{image.environment_dir}/Dockerfile", line))
         return _base(found[-1])
 
-    read_recipe(image.environment_dir, base)
-    return found[0]
+    recipe = read_recipe(image.environment_dir, base)
+    return BuiltEnvironment(recipe.env, recipe.workdir, None, found[0].said, recipe.notes)
 
 
 class _Build:
