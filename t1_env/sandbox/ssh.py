@@ -109,7 +109,7 @@ def remove_leftovers(config: SshConfig, *, dry_run: bool = False) -> list[Findin
     """End and remove what sandboxes left on a server whose owner is gone, and nothing else's.
 
     An owner on this machine is looked for among the processes. One on another machine cannot be seen: what it left goes when its outpost
-    has ended, which it does by itself when its lease runs out, and an hour has passed. Every start of a sandbox does this as well.
+    has ended, which it does by itself when its lease runs out. Every start of a sandbox does this as well.
 
     Args:
         config: The server.

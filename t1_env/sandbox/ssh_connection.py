@@ -290,8 +290,10 @@ def _shake_hands(config: SshConfig, endpoint: Endpoint, underlying: contextlib.E
     check_host(transport.get_remote_server_key(), config, endpoint)
     with _within(transport, limit_s) as late:
         failure = log_in(transport, config, endpoint)
+    if late.is_set():
+        raise ServerUnreachable(f"{endpoint.address} did not answer the login within {limit_s:.0f} s")
     if failure is not None:
-        raise SandboxUnavailable(f"{endpoint.address} did not answer the login within {limit_s:.0f} s" if late.is_set() else failure)
+        raise (SandboxUnavailable if transport.is_active() else ServerUnreachable)(failure)
     transport.set_keepalive(max(1, round(config.keepalive_s)))
     return transport
 

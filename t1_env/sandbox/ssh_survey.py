@@ -28,10 +28,11 @@ _CHECK: Final = (
     "import sys, ctypes, difflib, fcntl, hashlib, json, pdb, select, subprocess, tempfile, termios, unittest, zlib; "
     "sys.version_info >= (3, 11) and print(sys.executable)"
 )
+_GONE: Final = "its owner or its outpost is gone"
 _SEEN_INSIDE: Final = ("/usr/", "/opt/", "/etc/", "/bin/", "/sbin/", "/lib")
 REMOVAL_LIMIT_S: Final = 300.0
-_ABANDONED_S: Final = 3600
-"""A directory without a living outpost whose owner cannot be seen is left alone for this long."""
+_ABANDONED_S: Final = 900
+"""A directory without a living outpost is left alone for this long, unless its owner is dead: the outpost may be about to start."""
 
 _pythons: Final[dict[SshConfig, str]] = {}
 """The Python that was found on each server: finding it is half the time of a survey."""
@@ -140,23 +141,20 @@ def _episode(name: str, state: str) -> Episode:
 def reason_to_stay(episode: Episode) -> str | None:
     """Why an episode's directory must stay; None if it is to be removed.
 
-    An owner that is seen to be dead leaves nothing to wait for. One that cannot be seen from here, on another machine or of an earlier
-    boot, is judged by the outpost: it ends by itself when its lease runs out, so one that is gone for an hour is nobody's any more.
+    An owner that is seen to be dead leaves nothing to wait for. For others, also on machines that cannot be seen from here, the outpost
+    tells: it ends by itself when its lease runs out, and no other will ever take its place, so where one is gone nobody's work is lost.
     """
     if episode.owner is None:
         return "its name holds no owner"
-    alive = owner.is_alive(episode.owner)
-    if alive is False:
+    if owner.is_alive(episode.owner) is False:
         return None
-    if alive:
-        return "its owner is running"
     if episode.alive:
-        return "its owner cannot be seen from here, and its outpost is running"
-    return None if episode.age_s > _ABANDONED_S else "its owner cannot be seen from here, and it is not an hour old"
+        return "its outpost is running"
+    return None if episode.age_s > _ABANDONED_S else "its outpost may still be starting"
 
 
 def settle(shell: FarShell, found: Survey, *, dry_run: bool = False) -> list[Finding]:
-    """Remove what sandboxes left whose owner is gone, and nothing else.
+    """Remove what sandboxes left whose owner is gone or that ended without cleaning up, and nothing else.
 
     Args:
         shell: On the server.
@@ -173,10 +171,10 @@ def settle(shell: FarShell, found: Survey, *, dry_run: bool = False) -> list[Fin
         if keep is not None:
             findings.append(Finding("remote directory", path, "kept", keep))
         elif dry_run:
-            findings.append(Finding("remote directory", path, "would be removed", "its owner is gone"))
+            findings.append(Finding("remote directory", path, "would be removed", _GONE))
         else:
             gone = shell.ask(_removal(path), limit_s=REMOVAL_LIMIT_S).get("gone") == "1"
-            reason = "its owner is gone" if gone else "its owner is gone, but it could not be removed"
+            reason = _GONE if gone else f"{_GONE}, but it could not be removed"
             findings.append(Finding("remote directory", path, "removed" if gone else "failed", reason))
     return findings
 

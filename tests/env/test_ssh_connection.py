@@ -41,7 +41,7 @@ def config(sshd: Any) -> SshConfig:
         known_hosts_file=str(sshd.known_hosts_file),
         agent=False,
         ssh_config_file="none",
-        connect_timeout_s=60,
+        connect_timeout_s=150,
     )
 
 
@@ -390,7 +390,7 @@ def test_jump_hosts_are_gone_through(config: SshConfig, sshd: Any, tmp_path: Pat
     )
     before = open_descriptors()
     connection = connect(
-        SshConfig(host="inner", agent=False, key_file=str(sshd.key_file), ssh_config_file=str(openssh), connect_timeout_s=60)
+        SshConfig(host="inner", agent=False, key_file=str(sshd.key_file), ssh_config_file=str(openssh), connect_timeout_s=150)
     )
     assert read_to_end(connection.execute("echo through")) == b"through\n"
     connection.close()
@@ -455,7 +455,7 @@ class FakeServer:
             "agent": False,
             "ssh_config_file": "none",
             "host_fingerprint": fingerprint(next(iter(self.keys.values())).asbytes()),
-            "connect_timeout_s": 60,
+            "connect_timeout_s": 150,
         }
         return SshConfig(**(fields | changes))
 
