@@ -75,6 +75,24 @@ def test_it_is_built_once_and_again_if_damaged(fresh: Callable[[str], None], mon
     assert (again.unpack() / "boot.py").is_file()
 
 
+def test_what_nobody_used_in_a_long_time_is_removed(fresh: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh("one")
+    old = make_runtime("pure")
+    unpacked = old.unpack()
+    directory = old.archive.parent
+    abandoned = directory / ".new-abandoned"
+    abandoned.mkdir()
+    for path in (*directory.glob("*.json"), old.archive, unpacked, abandoned):
+        os.utime(path, (1, 1))
+    monkeypatch.setattr(runtime, "_FORMAT", "another version")
+    monkeypatch.setattr(runtime, "_made", {})
+    original = runtime._digest_of
+    monkeypatch.setattr(runtime, "_digest_of", lambda path: "f" + original(path)[1:])
+    new = make_runtime("pure")
+    assert sorted(path.name for path in directory.iterdir() if path.suffix != ".json") == [".lock", new.archive.name]
+    assert len(list(directory.glob("*.json"))) == 1
+
+
 def test_processes_that_build_at_once_build_one(tmp_path: Path) -> None:
     script = "from t1_env.sandbox.outpost.runtime import make_runtime as m; r = m('pure'); print(r.digest, r.unpack())"
     environment = {**os.environ, "T1_CACHE_DIR": str(tmp_path / "cache")}

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import io
 import json
+import os
 import platform
 import shutil
 import sys
@@ -20,6 +21,7 @@ import sysconfig
 import tarfile
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,8 @@ _PACKAGE: Final = Path(__file__).resolve().parents[2]
 _OWN: Final = ("_version.py", "errors.py", "protocol.py", "sandbox", "shell", "verifiers")
 _FORMAT: Final = "2"
 _COPY_BYTES: Final = 1 << 20
+_UNUSED_S: Final = 14 * 24 * 3600.0
+_LOCK: Final = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +124,14 @@ def _find_or_build(kind: Literal["pure", "complete"]) -> Runtime:
     found = _read_index(kind, index)
     if found is not None:
         return found
-    with open(directory / ".lock", "wb") as lock:
+    with open(directory / _LOCK, "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # others wait for this one instead of building the same
         found = _read_index(kind, index)
-        return found if found is not None else _build(kind, index)
+        if found is not None:
+            return found
+        built = _build(kind, index)
+        _remove_unused(directory)
+        return built
 
 
 def _read_index(kind: Literal["pure", "complete"], index: Path) -> Runtime | None:
@@ -132,6 +140,7 @@ def _read_index(kind: Literal["pure", "complete"], index: Path) -> Runtime | Non
         archive = index.with_name(f"{kind}-{fields['digest']}.tar")
         if archive.stat().st_size != fields["size_bytes"]:
             return None
+        os.utime(index)  # in use
     except (OSError, ValueError, KeyError):
         return None  # not built yet, or damaged: built again
     return Runtime(kind, fields["digest"], platform.machine(), fields["size_bytes"], archive)
@@ -157,6 +166,25 @@ def _build(kind: Literal["pure", "complete"], index: Path) -> Runtime:
     finally:
         shutil.rmtree(private, ignore_errors=True)
     return Runtime(kind, digest, platform.machine(), size_bytes, target)
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove runtimes that nobody asked for in a long time: each version of T1 makes its own. The caller holds the lock."""
+    limit = time.time() - _UNUSED_S
+    kept = set()
+    for index in directory.glob("*.json"):
+        try:
+            if index.stat().st_mtime < limit:
+                index.unlink()
+            else:
+                kept.add(f"{index.name.partition('-')[0]}-{json.loads(index.read_text(encoding='utf-8'))['digest']}")
+        except (OSError, ValueError, KeyError):
+            continue  # damaged: it is replaced when it is asked for
+    for path in directory.iterdir():
+        if path.suffix != ".json" and path.name != _LOCK and path.name.removesuffix(".tar") not in kept:
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < limit:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _own_members() -> Iterator[Member]:
