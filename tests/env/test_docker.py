@@ -581,6 +581,28 @@ def test_nothing_stays_of_a_process_that_was_killed(config, daemon, docker_image
     assert daemon.api.images(all=True, filters=mine) == []
 
 
+PAUSED = """
+import sys, time
+from t1_env.sandbox.base import SandboxSpec
+from t1_env.sandbox.docker import DockerConfig, DockerSandbox
+sandbox = DockerSandbox(SandboxSpec(), DockerConfig(default_image=sys.argv[1]))
+sandbox.start()
+with sandbox._container.paused():
+    print(sandbox._container.id, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_container_that_its_process_left_standing_still_is_reaped(config, daemon, docker_image):
+    with subprocess.Popen([sys.executable, "-c", PAUSED, docker_image], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        container = process.stdout.readline().strip()
+        os.kill(process.pid, signal.SIGKILL)
+    assert daemon.api.inspect_container(container)["State"]["Paused"]
+    assert [found.action for found in remove_leftovers(config) if container[:12] in found.name] == ["removed"]
+    assert container not in {entry["Id"] for entry in daemon.api.containers(all=True)}
+
+
 def test_the_reaper_takes_what_a_dead_owner_left_and_nothing_else(config, daemon, docker_image):
     dead, foreign = owner.owner_id().rsplit(":", 1)[0] + ":1", "another-machine.1:2:3"
     made = {

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.server
+import io
+import json
+import platform
 import re
+import tarfile
 import threading
 import time
 import uuid
@@ -252,6 +258,77 @@ def test_a_build_that_takes_too_long_is_cut_off_and_leaves_no_container(daemon, 
 def test_an_image_that_cannot_be_had_says_why(daemon, source, kind, reason):
     with pytest.raises(kind, match=reason):
         find_image(daemon, source)
+
+
+def registry_of(layer: bytes) -> tuple[http.server.ThreadingHTTPServer, list[str]]:
+    """A registry on a loopback port with one image of one layer, and the list of what it was asked for."""
+    config = json.dumps(
+        {
+            "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine()),
+            "os": "linux",
+            "config": {"Env": ["FROM_REGISTRY=yes"]},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
+        }
+    ).encode()
+    prefix = "application/vnd.docker"
+    described = [
+        {"mediaType": f"{prefix}.{kind}", "size": len(blob), "digest": f"sha256:{hashlib.sha256(blob).hexdigest()}"}
+        for kind, blob in (("container.image.v1+json", config), ("image.rootfs.diff.tar", layer))
+    ]
+    manifest_type = f"{prefix}.distribution.manifest.v2+json"
+    manifest = json.dumps({"schemaVersion": 2, "mediaType": manifest_type, "config": described[0], "layers": [described[1]]}).encode()
+    blobs = {f"sha256:{hashlib.sha256(blob).hexdigest()}": blob for blob in (config, layer, manifest)}
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            if self.path == "/v2/":
+                body, kind = b"{}", "application/json"
+            elif "/manifests/" in self.path and ("latest" in self.path or self.path.rsplit("/", 1)[1] in blobs):
+                body, kind = manifest, manifest_type
+            else:
+                body, kind = blobs.get(self.path.rsplit("/", 1)[1], b""), "application/octet-stream"
+            self.send_response(200 if body else 404)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Docker-Content-Digest", f"sha256:{hashlib.sha256(body).hexdigest()}")
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    return http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler), asked
+
+
+@pytest.mark.docker
+def test_an_image_is_pulled_once_and_only_if_the_daemon_lacks_it(daemon):
+    if not daemon.is_local or "127.0.0.0/8" not in daemon.info["RegistryConfig"]["InsecureRegistryCIDRs"]:
+        pytest.skip("the daemon does not pull from this machine's loopback")
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("file"))
+    server, asked = registry_of(buffer.getvalue())
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    name = f"127.0.0.1:{server.server_address[1]}/t1-test/pulled"
+    try:
+        image = find_image(daemon, ImageSource(docker_image=name))
+        assert image.env["FROM_REGISTRY"] == "yes"
+        assert asked
+        asked.clear()
+        assert find_image(daemon, ImageSource(docker_image=name)) == image
+        assert not asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        if daemon.api.images(name=name):
+            daemon.api.remove_image(name, force=True)
 
 
 @pytest.mark.docker
