@@ -103,6 +103,7 @@ class Keeper:
         self._cgroup = limits.create_cgroup(config.name, config.limits)
         if self._cgroup.directories:
             self._clone_cgroup = limits.create_cgroup(f"{config.name}-clone", config.limits, freezer=False)
+        warmer = limits.warm_up(self._cgroup)
         self._build_root()
         self._root_fd = os.open(config.template.root, os.O_PATH | os.O_DIRECTORY)
         host_end, init_host = socket.socketpair()
@@ -127,6 +128,12 @@ class Keeper:
         wire.send(self._sock, {"capabilities": sorted(capabilities)}, [host_end.fileno(), pidfd])
         host_end.close()
         os.close(pidfd)
+        if warmer:
+            os.waitpid(warmer, 0)
+        if self._clone_cgroup.directories:
+            # The keeper itself, now that it is cheap: clones inherit it.
+            limits.join(self._clone_cgroup.procs_fds)
+            self._in_clone_cgroup = True
 
     def _is_bounded(self, cgroup: limits.Cgroup) -> bool:
         """Whether the number of processes is bounded: by a cgroup, or by RLIMIT_NPROC, which holds for everybody but root."""
@@ -285,10 +292,6 @@ class Keeper:
             clone.resolve_entry(request["entry"])
         except Exception as error:  # noqa: BLE001  (importing may raise anything; it is reported to the caller as the clone's error)
             return {"seconds": 0.0, "result": None, "error": f"{request['entry']}: {type(error).__name__}: {error}"}, []
-        if not self._in_clone_cgroup:
-            # Once, and for the keeper itself: joining a cgroup waits for all CPUs, too long to do it in every clone. Clones inherit it.
-            limits.join(self._clone_cgroup.procs_fds)
-            self._in_clone_cgroup = True
         config, spec = self._config, self._config.spec
         order = clone.CloneRequest(
             entry=request["entry"],
