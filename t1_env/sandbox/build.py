@@ -14,6 +14,7 @@ from t1_env.sandbox.base import BuiltEnvironment, Sandbox
 from t1_env.sandbox.recipe import Base, Copy, Recipe, Step, line_error, read_recipe
 
 _OUTPUT_CHARACTERS: Final = 2000
+_MAX_OUTPUT_BYTES: Final = 1 << 24  # what matters of it stands at its end
 _ROOT: Final = ("root", "0", "root:root", "0:0", "root:0", "0:root")
 _NETWORK: Final = re.compile(
     r"could ?n.t resolve|could not resolve|temporary failure (?:in name resolution|resolving)|name or service not known|unknown host"
@@ -140,7 +141,12 @@ class Executor:
 
     def _run(self, step: Step) -> None:
         result = self._sandbox.run(
-            step.argv, stdin=step.stdin, env=step.env, cwd=step.cwd, timeout_s=max(self._deadline - time.monotonic(), 0.001)
+            step.argv,
+            stdin=step.stdin,
+            env=step.env,
+            cwd=step.cwd,
+            timeout_s=max(self._deadline - time.monotonic(), 0.001),
+            max_output_bytes=_MAX_OUTPUT_BYTES,
         )
         if result.timed_out:
             raise self._error(step, "the build ran out of time")

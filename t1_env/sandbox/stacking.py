@@ -358,6 +358,9 @@ def _copy_writes(source_fd: int, target: str) -> None:
         for name in os.listdir(target):
             os.rmdir(f"{target}/{name}")
         trees.copy_tree(source_fd, target_fd, overlay="keep")
+    except OSError as error:
+        # Not the errno: the caller takes some for a kernel that refuses namespaces.
+        raise OSError(errno.EIO, f"the files of the other sandbox could not be copied: {error.strerror}", error.filename) from error
     finally:
         os.close(target_fd)
 

@@ -14,6 +14,7 @@ from t1_env.sandbox import builder
 from t1_env.sandbox.base import ImageSource, SandboxSpec
 from t1_env.sandbox.layers import LayerStore
 from t1_env.sandbox.local import LocalSandbox, unavailable_reason
+from t1_env.shell import Session, ShellConfig
 
 pytestmark = pytest.mark.namespaces
 
@@ -282,6 +283,21 @@ def test_named_users(context):
         sh(box, "rm -rf ~; echo gone")
         with box.fork() as fork:
             assert sh(fork, "id -un; ls /late") == "alice\ncopied\nmine\nowned\n"
+
+
+@AS_ROOT_ONLY
+def test_the_shell_of_a_named_user(context):
+    with sandbox(context, "RUN useradd -m alice\nUSER alice\nWORKDIR /home/alice\n") as box:
+        session = Session(box, ShellConfig(cwd=box.built.workdir))
+        try:
+            session.start()
+            assert session.run("id -un; pwd; echo to-tty > /dev/stderr; tty > /dev/null && echo $HOME").output.split() == [
+                *("alice", "/home/alice", "to-tty", "/home/alice")
+            ]
+            assert session.run("kill -9 $$").state == "shell_exited"
+            assert session.run("id -un; touch mine; stat -c %U mine").output == "alice\nalice\n"
+        finally:
+            session.close()
 
 
 @AS_ROOT_ONLY
