@@ -14,7 +14,7 @@ from t1_env.sandbox.ssh_config import SshConfig
 from t1_env.sandbox.ssh_connection import connect
 from t1_env.sandbox.ssh_endpoint import import_paramiko
 from t1_env.sandbox.ssh_far import FarShell
-from t1_env.sandbox.ssh_place import Place
+from t1_env.sandbox.ssh_place import Place, directories_in_use
 from t1_env.sandbox.ssh_secret import Secret
 from t1_env.sandbox.ssh_survey import settle, survey
 
@@ -124,4 +124,4 @@ def remove_leftovers(config: SshConfig, *, dry_run: bool = False) -> list[Findin
     """
     with contextlib.closing(connect(config)) as connection:
         shell = FarShell(connection)
-        return settle(shell, survey(shell, config, python=False), dry_run=dry_run)
+        return settle(shell, survey(shell, config, python=False), in_use=directories_in_use(), dry_run=dry_run)

@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Iterator
 from typing import Final, Literal
@@ -44,6 +45,7 @@ class Place:
         self._directory = ""
         self.address = config.host
         self.fate: T1Error | None = None
+        _places.add(self)
 
     def open(self) -> ChannelStream:
         """Make the place and start an outpost in it.
@@ -60,7 +62,7 @@ class Place:
         try:
             shell = FarShell(connection)
             found = survey(shell, self._config)
-            settle(shell, found)
+            settle(shell, found, in_use=directories_in_use())
             runtime, root = self._runtime(shell, found)
             name = f"{owner.file_name(owner.owner_id())}-{secrets.token_hex(6)}"
             directory = f"{found.directory}/{EPISODES}/{name}"
@@ -185,6 +187,14 @@ class Place:
         raise SandboxUnavailable(
             f"{self.address} could not take T1's runtime ({size >> 20} MiB packed) into {os.path.dirname(root)}: {problem}"
         )
+
+
+_places: Final[weakref.WeakSet[Place]] = weakref.WeakSet()
+
+
+def directories_in_use() -> frozenset[str]:
+    """Names of the directories, on whatever server, in which sandboxes of this process live."""
+    return frozenset(os.path.basename(place._directory) for place in list(_places) if place._directory)
 
 
 def _plain(runtime: Runtime) -> Iterator[bytes]:

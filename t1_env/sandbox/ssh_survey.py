@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -102,7 +102,8 @@ def survey(shell: FarShell, config: SshConfig, *, python: bool = True) -> Survey
         '[ -n "$found" ] && echo "python=$found" && break; done',
         f'for entry in {RUNTIMES}/*; do [ -f "$entry/boot.py" ] && echo "runtime:${{entry#*/}}=1"; done',
         f'now=$(date +%s); for entry in {EPISODES}/*; do [ -d "$entry" ] || continue',
-        f'if alive "$entry/{LABEL}"; then state=alive; else state=$((now - $(stat -c %Y "$entry"))); fi',
+        # A sandbox that is being closed takes its directory away under our eyes.
+        f'if alive "$entry/{LABEL}"; then state=alive; else seen=$(stat -c %Y "$entry" 2>&-) || continue; state=$((now - seen)); fi',
         'echo "episode:${entry#*/}=$state"; done; cd /',
     )
     said = shell.ask("; ".join(lines))
@@ -138,14 +139,18 @@ def _episode(name: str, state: str) -> Episode:
     return Episode(name, state == "alive", int(state) if state.lstrip("-").isdigit() else 0)
 
 
-def reason_to_stay(episode: Episode) -> str | None:
+def reason_to_stay(episode: Episode, in_use: Collection[str] = ()) -> str | None:
     """Why an episode's directory must stay; None if it is to be removed.
 
-    An owner that is seen to be dead leaves nothing to wait for. For others, also on machines that cannot be seen from here, the outpost
-    tells: it ends by itself when its lease runs out, and no other will ever take its place, so where one is gone nobody's work is lost.
+    This process knows which of its own it uses (``in_use``: their names): any other is what a start that failed, or a connection that was
+    given up, left behind. An owner that is seen to be dead leaves nothing to wait for either. For others, also on machines that cannot be
+    seen from here, the outpost tells: it ends by itself when its lease runs out, and no other will ever take its place, so where one is
+    gone nobody's work is lost.
     """
     if episode.owner is None:
         return "its name holds no owner"
+    if episode.owner == owner.owner_id():
+        return "this process uses it" if episode.name in in_use else None
     if owner.is_alive(episode.owner) is False:
         return None
     if episode.alive:
@@ -153,12 +158,13 @@ def reason_to_stay(episode: Episode) -> str | None:
     return None if episode.age_s > _ABANDONED_S else "its outpost may still be starting"
 
 
-def settle(shell: FarShell, found: Survey, *, dry_run: bool = False) -> list[Finding]:
+def settle(shell: FarShell, found: Survey, *, in_use: Collection[str] = (), dry_run: bool = False) -> list[Finding]:
     """Remove what sandboxes left whose owner is gone or that ended without cleaning up, and nothing else.
 
     Args:
         shell: On the server.
         found: What lies there.
+        in_use: Names of the directories that sandboxes of this process use.
         dry_run: Only say what would be removed.
 
     Returns:
@@ -167,7 +173,7 @@ def settle(shell: FarShell, found: Survey, *, dry_run: bool = False) -> list[Fin
     findings = []
     for episode in found.episodes:
         path = f"{found.directory}/{EPISODES}/{episode.name}"
-        keep = reason_to_stay(episode)
+        keep = reason_to_stay(episode, in_use)
         if keep is not None:
             findings.append(Finding("remote directory", path, "kept", keep))
         elif dry_run:
