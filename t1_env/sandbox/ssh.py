@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from typing import Final
 
-from t1_env.errors import SandboxUnavailable
+from t1_env.errors import SandboxUnavailable, TransportLost
 from t1_env.sandbox.base import SandboxSpec
 from t1_env.sandbox.outpost.client import OutpostClient
 from t1_env.sandbox.outpost.remote import RemoteSandbox
@@ -19,6 +20,8 @@ from t1_env.sandbox.ssh_secret import Secret
 from t1_env.sandbox.ssh_survey import settle, survey
 
 __all__ = ["Secret", "SshConfig", "SshSandbox", "list_leftovers", "remove_leftovers"]
+
+_SHOWN_CHARS: Final = 1000
 
 
 class SshSandbox(RemoteSandbox):
@@ -63,7 +66,14 @@ class SshSandbox(RemoteSandbox):
 
     def _connect(self) -> OutpostClient:
         place = self._place
-        return OutpostClient(place.open(), reconnect=place.open_again, explain_loss=lambda: place.fate)
+        stream = place.open()
+        try:
+            return OutpostClient(stream, reconnect=place.open_again, explain_loss=lambda: place.fate)
+        except TransportLost as error:
+            said = stream.errors().strip()
+            if not said:
+                raise
+            raise SandboxUnavailable(f"no outpost starts at {place.address}; it said: {said[-_SHOWN_CHARS:]}") from error
 
     def _check_native(self) -> None:
         workdir = self.spec.workdir

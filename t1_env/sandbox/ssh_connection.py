@@ -175,7 +175,7 @@ class Connection:
             except paramiko.ChannelException as error:
                 reason, lost = f"refuses a session ({error.text}); does its MaxSessions or a forced command forbid it?", False
             except _gone() as error:
-                reason, lost = self.reason or str(error), self.lost()
+                reason, lost = self.reason or str(error) or "the server hung up", self.lost()
         if late.is_set():
             raise TransportLost(f"the SSH server {self.address} did not start a program within {self._limit_s:.0f} s")
         if lost:

@@ -72,7 +72,13 @@ class Place:
                 *("--grace-s", f"{self._config.reconnect_s + _GRACE_MARGIN_S:g}"),
                 *("--home", directory),
             ]
-            go = f"cd {quote([directory])} && export HOME={quote([directory])}/home TMPDIR={quote([directory])}/tmp && exec "
+            # Layers are kept for the next sandbox, and images that were imported over there are found; all else stays in this directory.
+            stores = (
+                f"cache={quote([found.directory])}/cache && export "
+                'T1_CACHE_DIR="${T1_CACHE_DIR:-$cache}" T1_DATA_DIR="${T1_DATA_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/t1-env}"'
+            )
+            own = quote([directory])
+            go = f"cd {own} && {stores} && export HOME={own}/home TMPDIR={own}/tmp && exec "
             start = quote(runtime.command(root, *arguments, "--listen", _SOCKET, python=found.python))
             self._attach = go + quote(runtime.command(root, "--attach", _SOCKET, python=found.python))
             self._directory = directory

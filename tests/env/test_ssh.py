@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import gc
 import os
@@ -25,7 +26,7 @@ from t1_env.errors import DependencyMissing, ImageBuildError, SandboxDied, Sandb
 from t1_env.protocol import ShellState
 from t1_env.sandbox import owner
 from t1_env.sandbox.base import ImageSource, ReportsIncidents, Sandbox, SandboxSpec
-from t1_env.sandbox.local import unavailable_reason
+from t1_env.sandbox.local import SandboxFileError, unavailable_reason
 from t1_env.sandbox.registry import make_sandbox
 from t1_env.sandbox.ssh import SshConfig, SshSandbox, list_leftovers, remove_leftovers
 from t1_env.shell import Session, ShellConfig
@@ -146,6 +147,9 @@ def test_it_is_the_local_sandbox_over_there(config: SshConfig, remote_dir: Path,
         generation = sandbox.generation()
         sandbox.put(tmp_path / "tree", "/app/tree")
         assert sandbox.get("/app/tree/below/file") == b"x" * 3_000_000
+        with pytest.raises(SandboxFileError) as missing:
+            sandbox.get("/app/missing")
+        assert (missing.value.errno, missing.value.filename) == (errno.ENOENT, "/app/missing")
         assert sandbox.generation() != generation
         with Session(sandbox, ShellConfig(cwd="/app")) as session:
             assert session.run("cat file; cd tree").output == "text"
@@ -196,6 +200,20 @@ def test_a_copy_lives_on_when_the_first_is_closed(config: SshConfig, remote_dir:
     assert second.get("/app/file") == b"both"
     assert len(episodes(remote_dir)) == 1
     second.close()
+
+
+@needs_namespaces
+def test_layers_of_images_are_kept_for_the_next_sandbox(config: SshConfig, remote_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM debian:12\nENV A=b\nWORKDIR /made\nCOPY file .\nRUN cat file /proc/uptime > other\n")
+    (tmp_path / "file").write_text("hi ")
+    spec = SandboxSpec(image=ImageSource(environment_dir=tmp_path))
+    seen = set()
+    for _ in range(2):
+        with SshSandbox(spec, config) as sandbox:
+            assert (sandbox.built.env, sandbox.built.workdir) == ({"A": "b"}, "/made")
+            seen.add(sandbox.get("/made/other"))
+    assert len(seen) == 1
+    assert seen.pop().startswith(b"hi ")
 
 
 def test_its_name_and_variables_are_enough(config: SshConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +290,15 @@ def test_a_server_without_python_gets_one(wrapped: Callable[..., SshConfig], rem
 def test_a_python_that_was_named_and_is_none_is_said_so(config: SshConfig, changes: dict[str, Any]) -> None:
     with pytest.raises(SandboxUnavailable, match="no usable '/"):
         SshSandbox(None, replace(config, **changes)).start()
+
+
+def test_what_an_outpost_says_that_does_not_start_is_shown(config: SshConfig, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *" -c "*) echo "$0";; *) echo boom >&2; exit 3;; esac\n')
+    python.chmod(0o755)
+    with pytest.raises(SandboxUnavailable, match="boom"):
+        SshSandbox(None, replace(config, python=str(python))).start()
+    remove_leftovers(config)
 
 
 def test_sandboxes_that_bring_the_same_runtime_do_not_disturb_each_other(config: SshConfig, remote_dir: Path) -> None:
@@ -469,7 +496,7 @@ def test_closing_while_the_connection_is_broken_does_not_hang(config: SshConfig,
 
 
 def test_a_start_that_fails_leaves_nothing(config: SshConfig, remote_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "Dockerfile").write_text("FROM scratch\nRUN exit 3\n")
+    (tmp_path / "Dockerfile").write_text("FROM debian:12\nRUN exit 3\n")
     descriptors = open_descriptors()
     with pytest.raises(ImageBuildError):
         SshSandbox(SandboxSpec(image=ImageSource(environment_dir=tmp_path)), config).start()
