@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from t1_env.errors import ImageBuildError, SandboxError
+from t1_env.errors import ConfigError, ImageBuildError, SandboxError
 from t1_env.sandbox.accounts import Account
 from t1_env.sandbox.base import BuiltEnvironment, ImageSource, SandboxSpec
 from t1_env.sandbox.build import Executor
-from t1_env.sandbox.images import Found, Image, ImageStore, data_root
+from t1_env.sandbox.images import Found, Image, ImageError, ImageStore, data_root
 from t1_env.sandbox.keeper import BASE_ENV
 from t1_env.sandbox.layers import LayerInfo, LayerStore, cache_root, chain_digest
 from t1_env.sandbox.local import LocalSandbox, SandboxFileError
@@ -280,7 +280,10 @@ class _LayerExecutor(Executor):
 def _from(store: ImageStore, name: str, dockerfile: str, line: int) -> Found:
     if name == "scratch":
         raise line_error(dockerfile, line, "FROM scratch: an empty base has no shell to build or play with; name an image")
-    found = store.find(name)
+    try:
+        found = store.find(name)
+    except (ConfigError, ImageError) as error:
+        raise line_error(dockerfile, line, f"FROM {name}: {error}") from error
     if found is None:
         raise line_error(
             dockerfile,

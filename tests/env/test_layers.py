@@ -236,11 +236,11 @@ def test_steps_that_fail_name_their_line_and_leave_no_layer(context, stores, bod
         ("debian@sha256:" + "0" * 64, ":1: FROM debian@sha256:0+: no such image was imported.*images map"),
         ("--platform=linux/s390x debian", "--platform=linux/s390x: this machine runs linux/"),
         ("$UNSET", ":1: FROM .UNSET: the variable is not set"),
-        ("Bad:::Name", "not an image name"),
+        ("Bad:::Name", ":1: FROM Bad:::Name: .*not an image name"),
     ],
 )
 def test_bases_that_cannot_be(context, base, message):
-    with pytest.raises((ImageBuildError, ValueError), match=message):
+    with pytest.raises(ImageBuildError, match=message):
         sandbox(context, "RUN true", base=base).start()
 
 
