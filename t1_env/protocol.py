@@ -139,6 +139,10 @@ class VerifierReport:
         source: Where the verdicts came from (``"runner"``, ``"ctrf"``, ``"junit"``, ``"pytest"``, ``"reward.json"``, ``"reward.txt"``).
         seconds: Wall time of the whole run, clone included.
         unknown: Ids that were reported but are not in the frozen list; ignored in the count, kept as a flag.
+        tainted: Ids that passed in a process that had loaded code of the agent: they count, and are worth a look.
+        masked: Files of the base system that the agent changed or shadowed, and that a second run of the verifiers saw as they were; what
+            did not pass there as well does not count.
+        flaky: Ids that passed once and not again when they were confirmed; they do not count.
         infra_error: Set when the machinery failed. Such a report carries no verdict and must not be turned into a reward.
     """
 
@@ -146,6 +150,9 @@ class VerifierReport:
     source: str = "runner"
     seconds: float = 0.0
     unknown: tuple[str, ...] = ()
+    tainted: tuple[str, ...] = ()
+    masked: tuple[str, ...] = ()
+    flaky: tuple[str, ...] = ()
     infra_error: str | None = None
 
     @property
