@@ -11,6 +11,7 @@ from typing import Final
 
 from t1_env.errors import ImageBuildError, SandboxDied, SandboxError
 from t1_env.sandbox.base import BuiltEnvironment, Sandbox
+from t1_env.sandbox.owner import directory_prefix
 from t1_env.sandbox.recipe import Base, Copy, Recipe, Step, line_error, read_recipe
 
 _OUTPUT_CHARACTERS: Final = 2000
@@ -98,7 +99,7 @@ class Executor:
 
     def make_directory(self, path: str) -> None:
         """Make a directory, and those above it, if missing."""
-        with tempfile.TemporaryDirectory() as empty:
+        with tempfile.TemporaryDirectory(prefix=directory_prefix("build")) as empty:
             self._sandbox.put(Path(empty), path)
 
     def copy_tree(self, copy: Copy, source: Path) -> None:
@@ -108,7 +109,7 @@ class Executor:
         if not copy.left_out and copy.mode is None:
             self._sandbox.put(source, copy.dest)
             return
-        with tempfile.TemporaryDirectory() as staged:
+        with tempfile.TemporaryDirectory(prefix=directory_prefix("build")) as staged:
             target = Path(staged, "tree")
             shutil.copytree(source, target, symlinks=True, ignore=lambda at, names: [n for n in names if f"{at}/{n}" in copy.left_out])
             if copy.mode is not None:

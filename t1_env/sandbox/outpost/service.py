@@ -24,6 +24,7 @@ from t1_env.sandbox.outpost.processes import HostedProcess
 from t1_env.sandbox.outpost.shells import HostedShell
 from t1_env.sandbox.outpost.watcher import Watcher
 from t1_env.sandbox.outpost.workers import Workers
+from t1_env.sandbox.owner import directory_prefix
 from t1_env.sandbox.process import LocalProcess
 
 Answer: TypeAlias = tuple[Header, bytes]
@@ -340,7 +341,7 @@ class Service:
     def _staging_directory(self) -> str:
         with self._lock:
             if not self._staging:
-                self._staging = tempfile.mkdtemp(prefix="t1-outpost-")
+                self._staging = tempfile.mkdtemp(prefix=directory_prefix("outpost"))
             return self._staging
 
 
