@@ -16,7 +16,7 @@ from t1_env.bench.figures import at_most
 from t1_env.bench.loopback import LoopbackServer, loopback_server
 from t1_env.bench.measure import MeasurementError, third_party
 from t1_env.sandbox.base import ImageSource, Sandbox, SandboxSpec
-from t1_env.sandbox.docker_daemon import KIND_LABEL
+from t1_env.sandbox.docker.daemon import KIND_LABEL
 from t1_env.sandbox.owner import LABEL, owner_id
 from t1_env.sandbox.registry import make_sandbox
 
@@ -126,7 +126,7 @@ def _run(command: list[str]) -> None:
 @contextlib.contextmanager
 def _loopback_site() -> Iterator[shells.Site]:
     from t1_env.sandbox.ssh import SshSandbox
-    from t1_env.sandbox.ssh_config import SshConfig
+    from t1_env.sandbox.ssh.config import SshConfig
 
     with loopback_server() as server:
         config = SshConfig(

@@ -96,8 +96,8 @@ def _limits(capabilities: frozenset[str]) -> Finding:
 def _docker() -> Finding:
     if (missing := _missing("docker", _EXTRAS["docker"])) is not None:
         return Finding("docker", "sandbox", False, missing)
-    from t1_env.sandbox.docker_config import DockerConfig
-    from t1_env.sandbox.docker_daemon import Daemon
+    from t1_env.sandbox.docker.config import DockerConfig
+    from t1_env.sandbox.docker.daemon import Daemon
 
     try:
         with contextlib.closing(Daemon(DockerConfig())) as daemon:
@@ -109,7 +109,7 @@ def _docker() -> Finding:
 def _ssh() -> Finding:
     if (missing := _missing("ssh", _EXTRAS["ssh"])) is not None:
         return Finding("ssh", "sandbox", False, missing)
-    from t1_env.sandbox.ssh_config import SshConfig
+    from t1_env.sandbox.ssh.config import SshConfig
 
     try:
         config = SshConfig.load()

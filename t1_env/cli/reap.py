@@ -47,7 +47,7 @@ def reap(*, dry_run: bool, ssh: bool, show_kept: bool) -> int:
 
 
 def _docker(dry_run: bool) -> list[Finding]:
-    from t1_env.sandbox.docker_leftovers import list_leftovers, remove_leftovers
+    from t1_env.sandbox.docker.leftovers import list_leftovers, remove_leftovers
 
     look: Callable[[], list[Finding]] = list_leftovers if dry_run else remove_leftovers
     return look()
@@ -55,7 +55,7 @@ def _docker(dry_run: bool) -> list[Finding]:
 
 def _ssh(dry_run: bool) -> list[Finding]:
     from t1_env.sandbox.ssh import list_leftovers, remove_leftovers
-    from t1_env.sandbox.ssh_config import SshConfig
+    from t1_env.sandbox.ssh.config import SshConfig
 
     look: Callable[[SshConfig], list[Finding]] = list_leftovers if dry_run else remove_leftovers
     return look(SshConfig.load())

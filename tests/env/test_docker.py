@@ -21,12 +21,13 @@ import pytest
 import t1_env  # noqa: F401  (registers the environment)
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, SandboxUnavailable, TransportLost
 from t1_env.protocol import ShellState
-from t1_env.sandbox import docker_container, owner
+from t1_env.sandbox import owner
 from t1_env.sandbox.base import ImageSource, Sandbox, SandboxSpec
 from t1_env.sandbox.docker import DockerConfig, DockerSandbox
-from t1_env.sandbox.docker_config import BASE_IMAGE_VARIABLE
-from t1_env.sandbox.docker_daemon import daemon_for
-from t1_env.sandbox.docker_leftovers import list_leftovers, remove_leftovers
+from t1_env.sandbox.docker import container as docker_container
+from t1_env.sandbox.docker.config import BASE_IMAGE_VARIABLE
+from t1_env.sandbox.docker.daemon import daemon_for
+from t1_env.sandbox.docker.leftovers import list_leftovers, remove_leftovers
 from t1_env.sandbox.registry import make_sandbox, sandbox_names
 from t1_env.shell import Session, ShellConfig
 from t1_env.tasks import load_task
@@ -631,7 +632,7 @@ def test_an_outpost_volume_that_somebody_removed_is_filled_again(docker_image, c
     real = make_runtime("complete")
     # A volume of this test's own: other tests' sandboxes use the real one.
     other = Runtime(real.kind, f"0test{os.getpid():019d}", real.machine, real.size_bytes, real.archive)
-    monkeypatch.setattr("t1_env.sandbox.docker.make_runtime", lambda kind: other)
+    monkeypatch.setattr("t1_env.sandbox.docker.sandbox.make_runtime", lambda kind: other)
     name = f"t1-runtime-{other.digest[:24]}"
     try:
         for _ in range(2):

@@ -17,12 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from t1_env.errors import ConfigError, ImageBuildError, SandboxUnavailable
-from t1_env.sandbox import docker_images
 from t1_env.sandbox.base import ImageSource
-from t1_env.sandbox.docker_build import content_digest, line_of_instruction, line_of_step, protobuf_fields, replace_bases
-from t1_env.sandbox.docker_config import BASE_IMAGE_VARIABLE, IMAGE_VARIABLE, DockerConfig
-from t1_env.sandbox.docker_daemon import daemon_for
-from t1_env.sandbox.docker_images import find_image
+from t1_env.sandbox.docker import images as docker_images
+from t1_env.sandbox.docker.build import content_digest, line_of_instruction, line_of_step, protobuf_fields, replace_bases
+from t1_env.sandbox.docker.config import BASE_IMAGE_VARIABLE, IMAGE_VARIABLE, DockerConfig
+from t1_env.sandbox.docker.daemon import daemon_for
+from t1_env.sandbox.docker.images import find_image
 
 NO_REGISTRY = "127.0.0.1:1"  # nothing listens there, so that no test asks anybody outside this machine
 

@@ -327,7 +327,7 @@ def test_sandboxes_that_bring_the_same_runtime_do_not_disturb_each_other(config:
 def test_a_runtime_that_arrives_damaged_is_refused_and_removed(
     config: SshConfig, remote_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from t1_env.sandbox import ssh_place
+    from t1_env.sandbox.ssh import place as ssh_place
 
     real = ssh_place._compressed
 

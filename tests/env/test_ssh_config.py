@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from t1_env.errors import ConfigError
-from t1_env.sandbox.ssh_config import SshConfig
-from t1_env.sandbox.ssh_hostkeys import Verdict, fingerprint, host_names, judge, known_keys
-from t1_env.sandbox.ssh_secret import Secret
+from t1_env.sandbox.ssh.config import SshConfig
+from t1_env.sandbox.ssh.hostkeys import Verdict, fingerprint, host_names, judge, known_keys
+from t1_env.sandbox.ssh.secret import Secret
 
 PASSWORD = "correct horse battery"
 FINGERPRINT = "SHA256:" + "A" * 43
@@ -188,7 +188,7 @@ def openssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_aliases_of_the_openssh_client_are_understood(openssh: Path) -> None:
-    from t1_env.sandbox.ssh_endpoint import resolve
+    from t1_env.sandbox.ssh.endpoint import resolve
 
     (openssh.parent / "more/one").write_text("Host far\n  HostName far.example\n  Port 2022\n")
     openssh.write_text(
@@ -206,7 +206,7 @@ def test_aliases_of_the_openssh_client_are_understood(openssh: Path) -> None:
 
 
 def test_what_the_configuration_says_wins_over_openssh(openssh: Path) -> None:
-    from t1_env.sandbox.ssh_endpoint import resolve
+    from t1_env.sandbox.ssh.endpoint import resolve
 
     openssh.write_text("Host box\n  User alice\n  Port 2222\n  IdentityFile ~/.ssh/one\n")
     endpoint = resolve(SshConfig(host="box", user="bob", port=22, key_file="/keys/two", known_hosts_file="/my hosts"))
@@ -216,7 +216,7 @@ def test_what_the_configuration_says_wins_over_openssh(openssh: Path) -> None:
 
 
 def test_jump_hosts_are_followed_in_order(openssh: Path) -> None:
-    from t1_env.sandbox.ssh_endpoint import resolve
+    from t1_env.sandbox.ssh.endpoint import resolve
 
     openssh.write_text(
         "Host box\n  ProxyJump one,carol@two:2202\nHost one\n  HostName one.example\n  User dora\nHost two\n  HostName two.example\n"
@@ -241,7 +241,7 @@ def test_jump_hosts_are_followed_in_order(openssh: Path) -> None:
     ],
 )
 def test_an_openssh_configuration_that_cannot_be_used_is_an_error(openssh: Path, text: str, message: str) -> None:
-    from t1_env.sandbox.ssh_endpoint import resolve
+    from t1_env.sandbox.ssh.endpoint import resolve
 
     openssh.write_text(text)
     with pytest.raises(ConfigError, match=message):

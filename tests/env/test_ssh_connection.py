@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from t1_env.errors import ConfigError, SandboxUnavailable, TransportLost
-from t1_env.sandbox.ssh_config import SshConfig
-from t1_env.sandbox.ssh_connection import Connection, connect
-from t1_env.sandbox.ssh_secret import Secret
+from t1_env.sandbox.ssh.config import SshConfig
+from t1_env.sandbox.ssh.connection import Connection, connect
+from t1_env.sandbox.ssh.secret import Secret
 
 paramiko = pytest.importorskip("paramiko")
 pytestmark = pytest.mark.ssh
@@ -314,7 +314,7 @@ def test_a_server_that_says_nothing_is_given_up(config: SshConfig) -> None:
 
 
 def test_a_server_that_hangs_up_at_once_is_tried_a_few_times_and_no_more(config: SshConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("t1_env.sandbox.ssh_connection._DROPPED_PAUSE_S", 0.1)
+    monkeypatch.setattr("t1_env.sandbox.ssh.connection._DROPPED_PAUSE_S", 0.1)
     with listener(lambda link: link.close()) as (port, visits):
         assert "MaxStartups" in refusal(replace(config, port=port))
         assert len(visits) == 6
@@ -322,7 +322,7 @@ def test_a_server_that_hangs_up_at_once_is_tried_a_few_times_and_no_more(config:
 
 
 def test_something_that_is_no_ssh_server_is_said_so(config: SshConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("t1_env.sandbox.ssh_connection._DROPPED_PAUSE_S", 0.1)
+    monkeypatch.setattr("t1_env.sandbox.ssh.connection._DROPPED_PAUSE_S", 0.1)
     with listener(lambda link: link.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 200)) as (port, _):
         assert "Is an SSH server on this port" in refusal(replace(config, port=port, connect_timeout_s=5))
 
@@ -446,7 +446,7 @@ class FakeServer:
         self.under_way = self.most_under_way = 0
 
     def config(self, **changes: Any) -> SshConfig:
-        from t1_env.sandbox.ssh_hostkeys import fingerprint
+        from t1_env.sandbox.ssh.hostkeys import fingerprint
 
         fields: dict[str, Any] = {
             "host": "127.0.0.1",

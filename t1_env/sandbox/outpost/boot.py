@@ -20,7 +20,7 @@ def _boot() -> None:
     package.__spec__.submodule_search_locations = package.__path__
     sys.modules["t1_env"] = package
     if sys.argv[1:] == ["call"]:  # not a server: one trusted function, in a container made for it
-        from t1_env.sandbox.docker_call import main as call
+        from t1_env.sandbox.outpost.call import main as call
 
         call()
     from t1_env.sandbox.outpost.server import main

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from t1_env.errors import SandboxError
 from t1_env.sandbox import owner
-from t1_env.sandbox.docker_config import DockerConfig
-from t1_env.sandbox.docker_daemon import KIND_LABEL, Daemon, daemon_for
+from t1_env.sandbox.docker.config import DockerConfig
+from t1_env.sandbox.docker.daemon import KIND_LABEL, Daemon, daemon_for
 from t1_env.sandbox.reaper import Finding, decide
 
 _COMMITS: Final = ("commit", "clone-commit")

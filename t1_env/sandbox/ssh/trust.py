@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from t1_env.errors import SandboxUnavailable
-from t1_env.sandbox.ssh_config import SshConfig
-from t1_env.sandbox.ssh_endpoint import Endpoint
-from t1_env.sandbox.ssh_hostkeys import Judgement, KnownKey, Verdict, fingerprint, host_names, judge, known_keys
+from t1_env.sandbox.ssh.config import SshConfig
+from t1_env.sandbox.ssh.endpoint import Endpoint
+from t1_env.sandbox.ssh.hostkeys import Judgement, KnownKey, Verdict, fingerprint, host_names, judge, known_keys
 
 
 def prefer_known_kinds(transport: Any, endpoint: Endpoint) -> None:

@@ -12,14 +12,14 @@ from typing import Any, Final, Literal
 from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable, TransportLost
 from t1_env.sandbox import checks, files
 from t1_env.sandbox.base import BuiltEnvironment, CloneResult, SandboxSpec
-from t1_env.sandbox.docker_clone import Call, call_in_clone, call_on_layers, copy_volumes
-from t1_env.sandbox.docker_config import DockerConfig
-from t1_env.sandbox.docker_container import Container, Layers, Order, remove_image
-from t1_env.sandbox.docker_daemon import Daemon, daemon_for
-from t1_env.sandbox.docker_images import Image, find_image
-from t1_env.sandbox.docker_leftovers import remove_once
-from t1_env.sandbox.docker_runtime import ROOT, ensure_volume, forget_volume
-from t1_env.sandbox.docker_stream import AttachStream
+from t1_env.sandbox.docker.clone import Call, call_in_clone, call_on_layers, copy_volumes
+from t1_env.sandbox.docker.config import DockerConfig
+from t1_env.sandbox.docker.container import Container, Layers, Order, remove_image
+from t1_env.sandbox.docker.daemon import Daemon, daemon_for
+from t1_env.sandbox.docker.images import Image, find_image
+from t1_env.sandbox.docker.leftovers import remove_once
+from t1_env.sandbox.docker.runtime import ROOT, ensure_volume, forget_volume
+from t1_env.sandbox.docker.stream import AttachStream
 from t1_env.sandbox.keeper import BASE_ENV
 from t1_env.sandbox.local import unavailable_reason
 from t1_env.sandbox.outpost.client import OutpostClient
@@ -238,7 +238,10 @@ class DockerSandbox(RemoteSandbox):
             volumes=self._image.volumes,
         )
         if self.clone_mode == "layers" and self._layers is not None:
-            return call_on_layers(container, self._layers, self.spec, call)
+            result = call_on_layers(container, self._layers, self.spec, call)
+            if result is not None:
+                return result
+            self.clone_mode = "commit"
         return call_in_clone(self._daemon, container, self.spec, call)
 
     def fork(self) -> DockerSandbox:

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from t1_env.config import reject_unknown
 from t1_env.errors import ConfigError
-from t1_env.sandbox.ssh_hostkeys import check_fingerprint
-from t1_env.sandbox.ssh_secret import Secret
+from t1_env.sandbox.ssh.hostkeys import check_fingerprint
+from t1_env.sandbox.ssh.secret import Secret
 
 CONFIG_VARIABLE: Final = "T1_SSH_CONFIG"
 """Environment variable that names the TOML file to read."""

@@ -11,13 +11,13 @@ from t1_env.sandbox.base import SandboxSpec
 from t1_env.sandbox.outpost.client import OutpostClient
 from t1_env.sandbox.outpost.remote import RemoteSandbox
 from t1_env.sandbox.reaper import Finding
-from t1_env.sandbox.ssh_config import SshConfig
-from t1_env.sandbox.ssh_connection import connect
-from t1_env.sandbox.ssh_endpoint import import_paramiko
-from t1_env.sandbox.ssh_far import FarShell
-from t1_env.sandbox.ssh_place import Place, directories_in_use
-from t1_env.sandbox.ssh_secret import Secret
-from t1_env.sandbox.ssh_survey import settle, survey
+from t1_env.sandbox.ssh.config import SshConfig
+from t1_env.sandbox.ssh.connection import connect
+from t1_env.sandbox.ssh.endpoint import import_paramiko
+from t1_env.sandbox.ssh.far import FarShell
+from t1_env.sandbox.ssh.place import Place, directories_in_use
+from t1_env.sandbox.ssh.secret import Secret
+from t1_env.sandbox.ssh.survey import settle, survey
 
 __all__ = ["Secret", "SshConfig", "SshSandbox", "list_leftovers", "remove_leftovers"]
 

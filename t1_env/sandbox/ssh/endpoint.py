@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from t1_env.errors import ConfigError, DependencyMissing
-from t1_env.sandbox.ssh_config import DEFAULT_OPENSSH_FILE, SshConfig
-from t1_env.sandbox.ssh_hostkeys import default_files
+from t1_env.sandbox.ssh.config import DEFAULT_OPENSSH_FILE, SshConfig
+from t1_env.sandbox.ssh.hostkeys import default_files
 
 DEFAULT_KEYS: Final = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _MAX_INCLUDES: Final = 64

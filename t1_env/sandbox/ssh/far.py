@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from t1_env.errors import SandboxUnavailable
-from t1_env.sandbox.ssh_connection import ChannelStream, Connection
+from t1_env.sandbox.ssh.connection import ChannelStream, Connection
 
 _MAX_NOISE_BYTES: Final = 1 << 20
 _SHOWN_NOISE: Final = 300

@@ -10,7 +10,7 @@ import time
 from typing import Any, Final
 
 from t1_env.errors import SandboxError
-from t1_env.sandbox.docker_daemon import KIND_LABEL, Daemon
+from t1_env.sandbox.docker.daemon import KIND_LABEL, Daemon
 from t1_env.sandbox.outpost.runtime import Runtime
 from t1_env.sandbox.owner import LABEL as OWNER_LABEL
 from t1_env.sandbox.owner import is_alive

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from t1_env.errors import SandboxDied, SandboxError, T1Error, TransportLost
 from t1_env.sandbox.base import SandboxSpec
-from t1_env.sandbox.docker_daemon import Daemon
-from t1_env.sandbox.docker_runtime import volume_mount
-from t1_env.sandbox.docker_stream import AttachStream
+from t1_env.sandbox.docker.daemon import Daemon
+from t1_env.sandbox.docker.runtime import volume_mount
+from t1_env.sandbox.docker.stream import AttachStream
 
 MEMORY_HEADROOM_MB: Final = 128
 """The outpost lives in the container beside the agent; this much memory is for it, on top of the agent's own limit."""
@@ -84,11 +84,13 @@ class Layers:
         written: What its processes wrote.
         below: The image's layers, topmost first.
         merged: Where the daemon has them all mounted as one.
+        identity: Device and inode of that mount.
     """
 
     written: str
     below: tuple[str, ...]
     merged: str
+    identity: tuple[int, int]
 
 
 class Container:
@@ -198,7 +200,11 @@ class Container:
         upper, lower, merged = data.get("UpperDir"), data.get("LowerDir"), data.get("MergedDir")
         if driver.get("Name") != "overlay2" or not (upper and lower and merged) or not os.access(upper, os.R_OK | os.X_OK):
             return None
-        return Layers(str(upper), tuple(str(lower).split(":")), str(merged))
+        try:
+            status = os.stat(merged)
+        except OSError:  # it ended meanwhile
+            return None
+        return Layers(str(upper), tuple(str(lower).split(":")), str(merged), (status.st_dev, status.st_ino))
 
     def execute(self, command: Sequence[str]) -> AttachStream:
         """Start another process in it, as root; returns its standard streams."""

@@ -9,8 +9,8 @@ from collections.abc import Generator
 from typing import Any, Final
 
 from t1_env.errors import ConfigError
-from t1_env.sandbox.ssh_config import SshConfig
-from t1_env.sandbox.ssh_endpoint import Endpoint, import_paramiko
+from t1_env.sandbox.ssh.config import SshConfig
+from t1_env.sandbox.ssh.endpoint import Endpoint, import_paramiko
 
 _AGENT_LIMIT_S: Final = 30.0
 _MAX_KEYS: Final = 5

@@ -15,10 +15,10 @@ from t1_env.errors import SandboxDied, SandboxUnavailable, T1Error, TransportLos
 from t1_env.sandbox import owner
 from t1_env.sandbox.outpost.runtime import Runtime, make_runtime
 from t1_env.sandbox.outpost.server import LABEL
-from t1_env.sandbox.ssh_config import SshConfig
-from t1_env.sandbox.ssh_connection import ChannelStream, ServerUnreachable, connect
-from t1_env.sandbox.ssh_far import FarShell, quote
-from t1_env.sandbox.ssh_survey import ALIVE, EPISODES, REMOVAL_LIMIT_S, RUNTIMES, Survey, settle, survey
+from t1_env.sandbox.ssh.config import SshConfig
+from t1_env.sandbox.ssh.connection import ChannelStream, ServerUnreachable, connect
+from t1_env.sandbox.ssh.far import FarShell, quote
+from t1_env.sandbox.ssh.survey import ALIVE, EPISODES, REMOVAL_LIMIT_S, RUNTIMES, Survey, settle, survey
 
 MODES: Final = {"auto": "auto", "namespaces": "namespaces", "none": "native"}
 _SOCKET: Final = "socket"

@@ -11,9 +11,9 @@ from typing import Any, Final
 from t1_env.errors import ImageBuildError, SandboxError, SandboxUnavailable, TransportLost
 from t1_env.sandbox import files
 from t1_env.sandbox.base import ImageSource
-from t1_env.sandbox.docker_build import Build
-from t1_env.sandbox.docker_config import IMAGE_VARIABLE
-from t1_env.sandbox.docker_daemon import Daemon
+from t1_env.sandbox.docker.build import Build
+from t1_env.sandbox.docker.config import IMAGE_VARIABLE
+from t1_env.sandbox.docker.daemon import Daemon
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from t1_env.errors import SandboxUnavailable, TransportLost
-from t1_env.sandbox.ssh_auth import log_in
-from t1_env.sandbox.ssh_config import SshConfig
-from t1_env.sandbox.ssh_endpoint import Endpoint, import_paramiko, resolve
-from t1_env.sandbox.ssh_trust import check_host, prefer_known_kinds
+from t1_env.sandbox.ssh.auth import log_in
+from t1_env.sandbox.ssh.config import SshConfig
+from t1_env.sandbox.ssh.endpoint import Endpoint, import_paramiko, resolve
+from t1_env.sandbox.ssh.trust import check_host, prefer_known_kinds
 
 LOGGER: Final = "t1_env.ssh"
 """Name of the logger that paramiko writes to for our connections; silent unless it is set up."""

@@ -19,9 +19,9 @@ from typing import Any, Final
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, TransportLost
 from t1_env.sandbox import checks, syscalls
 from t1_env.sandbox.base import CloneResult, SandboxSpec
-from t1_env.sandbox.docker_container import Container, Layers, Order, archive_of_mounts, remove_image
-from t1_env.sandbox.docker_daemon import Daemon
-from t1_env.sandbox.docker_stream import AttachStream
+from t1_env.sandbox.docker.container import Container, Layers, Order, archive_of_mounts, remove_image
+from t1_env.sandbox.docker.daemon import Daemon
+from t1_env.sandbox.docker.stream import AttachStream
 from t1_env.sandbox.local import LocalSandbox
 from t1_env.sandbox.stacking import Stack
 
@@ -105,8 +105,10 @@ def call_in_clone(daemon: Daemon, container: Container, spec: SandboxSpec, call:
     return CloneResult(result, time.monotonic() - started, error)
 
 
-def call_on_layers(container: Container, layers: Layers, spec: SandboxSpec, call: Call) -> CloneResult:
+def call_on_layers(container: Container, layers: Layers, spec: SandboxSpec, call: Call) -> CloneResult | None:
     """Call a function in a clone that a local sandbox makes of a container's files; see `call_in_clone`.
+
+    None if no local sandbox can stand on them, as where the daemon's mounts do not reach this process's launcher.
 
     A local sandbox whose root is an overlay over the container's: made anew each time, because what lies under an overlay must not change.
     """
@@ -116,7 +118,12 @@ def call_on_layers(container: Container, layers: Layers, spec: SandboxSpec, call
         try:
             workdir = spec.workdir if _has_directory(layers.merged, spec.workdir) else "/"
             inside = replace(spec, env=dict(call.env), workdir=workdir, network=False, image=None, hide=())
-            with LocalSandbox(inside, stack=Stack(rootfs=layers.merged, foreign=True)) as box:
+            box = LocalSandbox(inside, stack=Stack(rootfs=layers.merged, foreign=True, identity=layers.identity))
+            try:
+                box.start()
+            except SandboxError:
+                return None
+            with box:
                 result = box.run_in_clone(call.entry, call.payload, mounts=call.mounts, timeout_s=call.timeout_s)
         except SandboxError as failure:
             result = CloneResult(None, 0.0, f"the clone could not be made: {failure}")

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from t1_env.errors import DependencyMissing, SandboxDied, SandboxError, SandboxUnavailable, TransportLost
-from t1_env.sandbox.docker_config import DockerConfig
+from t1_env.sandbox.docker.config import DockerConfig
 from t1_env.sandbox.owner import LABEL as OWNER_LABEL
 from t1_env.sandbox.owner import owner_id
 

@@ -10,8 +10,8 @@ from t1_env.errors import SandboxUnavailable
 from t1_env.sandbox import owner
 from t1_env.sandbox.outpost.server import LABEL
 from t1_env.sandbox.reaper import Finding
-from t1_env.sandbox.ssh_config import SshConfig
-from t1_env.sandbox.ssh_far import FarShell, quote
+from t1_env.sandbox.ssh.config import SshConfig
+from t1_env.sandbox.ssh.far import FarShell, quote
 
 EPISODES: Final = "episodes"
 RUNTIMES: Final = "runtimes"
