@@ -25,6 +25,8 @@ READ_SIZE: Final = 1 << 16
 _TIOCSIG: Final = 0x40045436
 _TIOCGPTPEER: Final = 0x5441
 _TERMIOS_SIZE: Final = 256  # larger than any kernel's struct termios
+_LOCAL_MODES: Final = struct.Struct("=I")
+_LOCAL_MODES_OFFSET: Final = 12  # after the modes of input, output and line
 
 
 class Spawner(Protocol):
@@ -118,7 +120,7 @@ class ShellChannel:
         self.dialect = dialect
         self._fds = ours
         self._pid_fd = _open_pidfd(process.pid)
-        self._saved_termios = b""
+        self._saved_termios = self._quiet_termios = b""
         self._text_offset = 0
         self._exports = b""
         self._typed = False
@@ -169,7 +171,7 @@ class ShellChannel:
             descriptors.close()
         channel.save_termios()
         if dialect.start_line:
-            channel.echo_off()
+            channel.restore_termios(echo=False)
             channel.write_keys(dialect.start_line)
         return channel
 
@@ -267,15 +269,24 @@ class ShellChannel:
         attributes[0] &= ~termios.IXON
         termios.tcsetattr(self.master_fd, termios.TCSANOW, attributes)
         self._saved_termios = fcntl.ioctl(self.master_fd, termios.TCGETS, bytes(_TERMIOS_SIZE))
+        local_modes = _LOCAL_MODES.unpack_from(self._saved_termios, _LOCAL_MODES_OFFSET)[0] & ~termios.ECHO
+        quiet = bytearray(self._saved_termios)
+        _LOCAL_MODES.pack_into(quiet, _LOCAL_MODES_OFFSET, local_modes)
+        self._quiet_termios = bytes(quiet)
 
-    def restore_termios(self) -> None:
+    def restore_termios(self, *, echo: bool = True) -> None:
         """Put the modes back as saved: a program may have left echo off or raw mode on.
 
         Never with TCSADRAIN or TCSAFLUSH: from the master's side these wait for writers of the other side, who may wait for us to read.
+
+        Args:
+            echo: Whether to show what is typed next. Never switched on and off again in a moment: the kernel takes what was typed, and
+                shows it, some time after it was written.
         """
+        wanted = self._saved_termios if echo else self._quiet_termios
         with contextlib.suppress(OSError):  # hung up
-            if fcntl.ioctl(self.master_fd, termios.TCGETS, bytes(_TERMIOS_SIZE)) != self._saved_termios:
-                fcntl.ioctl(self.master_fd, termios.TCSETS, self._saved_termios)
+            if fcntl.ioctl(self.master_fd, termios.TCGETS, bytes(_TERMIOS_SIZE)) != wanted:
+                fcntl.ioctl(self.master_fd, termios.TCSETS, wanted)
 
     def discard_input(self) -> None:
         """Drop what was typed and not read yet, if anything was typed."""
@@ -288,13 +299,6 @@ class ShellChannel:
                 termios.tcflush(slave, termios.TCIFLUSH)
             finally:
                 os.close(slave)
-
-    def echo_off(self) -> None:
-        """Do not show what is typed next."""
-        with contextlib.suppress(termios.error):
-            attributes = termios.tcgetattr(self.master_fd)
-            attributes[3] &= ~termios.ECHO
-            termios.tcsetattr(self.master_fd, termios.TCSANOW, attributes)
 
     def is_canonical(self) -> bool:
         """Whether the terminal collects whole lines; full-screen programs and line editors switch that off."""

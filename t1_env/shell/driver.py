@@ -227,9 +227,8 @@ class ShellDriver:
         if self._recoveries > _MAX_RECOVERIES or not self.channel.status_open:
             return False
         self._tail = b""
-        self.channel.restore_termios()
+        self.channel.restore_termios(echo=False)
         self.channel.discard_input()
-        self.channel.echo_off()
         self.channel.write_keys(self.channel.dialect.return_line if line is None else line)
         return True
 

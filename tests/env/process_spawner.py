@@ -101,6 +101,9 @@ class ProcessSpawner:
             os.chdir("/")
         os.execvpe(argv[0], argv, env)
 
+    def start(self) -> None:
+        """Nothing to do: it starts processes from the beginning."""
+
     def close(self) -> None:
         self.alive = False
         for process in self.processes:
