@@ -32,8 +32,9 @@ class EnvConfig:
         max_output_bytes: Bytes of output kept each step.
         rows: Rows of the terminal.
         cols: Columns of the terminal.
-        verify: When verifiers run: after a step that changed the filesystem (``"change"``), after every step (``"step"``), or once at the
-            end of the episode (``"end"``).
+        verify: When verifiers run: after a step that changed the filesystem (``"change"``), after every step (``"step"``), once at the
+            end of the episode (``"end"``), or after every n-th step and at the end (a number).
+        verify_async: Whether a step returns while its verifiers still run; the next step waits for them and carries the reward.
         verbatim: Whether the task's own ``test.sh`` is run at the end of the episode and must agree with the verifiers.
         render_mode: None, ``"ansi"`` or ``"human"``.
         timing: Whether ``info["_timing"]`` is filled.
@@ -54,7 +55,8 @@ class EnvConfig:
     max_output_bytes: int = 16384
     rows: int = 24
     cols: int = 80
-    verify: str = "change"
+    verify: str | int = "change"
+    verify_async: bool = False
     verbatim: bool = True
     render_mode: str | None = None
     timing: bool = True
@@ -73,9 +75,13 @@ class EnvConfig:
             _require_int("byte_limit", self.byte_limit, 1, 2**63 - 1)
         if self.gamma is not None and not (_is_number(self.gamma) and 0.0 < self.gamma <= 1.0):
             raise ConfigError(f"gamma={self.gamma!r}: expected a number in (0, 1], or None for the plain reward")
-        _require_choice("verify", self.verify, VERIFY_MODES)
-        if not isinstance(self.verbatim, bool):
-            raise ConfigError(f"verbatim={self.verbatim!r}: expected True or False")
+        if isinstance(self.verify, int):
+            _require_int("verify", self.verify, 1, 2**31 - 1)
+        else:
+            _require_choice("verify", self.verify, VERIFY_MODES, "a number of steps")
+        for name in ("verify_async", "verbatim"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.render_mode is not None:
             _require_choice("render_mode", self.render_mode, RENDER_MODES)
         if not (isinstance(self.sandbox, str) or callable(self.sandbox)):
@@ -116,8 +122,8 @@ def _require_seconds(name: str, value: Any) -> None:
         raise ConfigError(f"{name}={value!r}: expected a positive number of seconds")
 
 
-def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def _require_choice(name: str, value: Any, choices: tuple[str, ...], *others: str) -> None:
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(choices)}{hint}")
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join((*choices, *others))}{hint}")

@@ -30,6 +30,7 @@ from t1_env.shell import ShellConfig, ShellResult
 from t1_env.spaces import MAX_ACTION_CHARS, MAX_CWD_CHARS, NO_EXIT_CODE, TerminalAction, clip_text, observation_space, to_unicode
 from t1_env.tasks import Task, TaskSpec, resolve_tasks
 from t1_env.timing import Stopwatch
+from t1_env.verification import NOTHING_LATE, PENDING_TERM, LateReward, PendingVerification, Schedule
 from t1_env.wrappers.record import screen_lines
 
 Observation = dict[str, Any]
@@ -95,6 +96,16 @@ class TerminalEnv(gym.Env[Observation, Action]):
 
     `gamma=` gives the potential-based form. `info["reward_terms"]` holds the parts that sum to the reward.
 
+    ## Late Rewards
+
+    With `verify_async=True` the verifiers of a step run while the caller decides on the next one. The step returns what is known by then:
+    a reward of 0 and `info["reward_pending"] = True`. The next step first waits for the report, and its reward holds what the step before
+    it earned, besides its own; `info["late_reward"]` says how much, so that
+    `t1_env.wrappers.fold_late_rewards` can give every step its own. The sum over an episode is that of `verify_async=False`, and so is
+    every folded reward. The last step of an episode always waits. If the report ends the episode (all verifiers pass, or the machinery
+    failed), the action of the step that learns of it is not carried out: `info["action_executed"]` is `False` and `turn` stands still.
+    Whoever ends an episode early calls `collect_late_reward()` for what the last step earned.
+
     ## Starting State
 
     A new sandbox with the task's environment built in it, a new shell in the task's working directory, and the count of
@@ -125,7 +136,8 @@ class TerminalEnv(gym.Env[Observation, Action]):
     | `step_timeout_s` | `30.0` | Seconds a command may take |
     | `max_output_bytes` | `16384` | Bytes of output kept each step |
     | `rows`, `cols` | `24`, `80` | Size of the terminal |
-    | `verify` | `"change"` | Run verifiers after steps that changed the filesystem, `"step"`: after all, `"end"`: at the end |
+    | `verify` | `"change"` | When verifiers run: after steps that changed the filesystem, `"step"`, `"end"`, or every so many steps |
+    | `verify_async` | `False` | Whether a step returns while its verifiers still run; see Late Rewards |
     | `verbatim` | `True` | Whether the task's own `test.sh` is run at the end of an episode; if it disagrees, the lower count is paid |
     | `render_mode` | `None` | `"ansi"`: `render()` returns the screen; `"human"`: every step is printed |
     | `timing` | `True` | Whether `info["_timing"]` is filled |
@@ -145,11 +157,17 @@ class TerminalEnv(gym.Env[Observation, Action]):
     | `verifiers` | `dict[str, bool]` | Verifier id -> whether it passes |
     | `verifier_source` | `str` | Where the verdicts came from: `"runner"`, or what `test.sh` left if that is what is paid |
     | `verbatim` | `dict[str, str]` | What `test.sh` said: `verdict` (a `VerbatimVerdict`, `"not_run"` before the end), `source`, `note` |
+    | `unknown` | `tuple[str, ...]` | Ids that the verifiers reported but that are not among the task's; they never count |
+    | `tainted` | `tuple[str, ...]` | Verifiers that passed in a process that had loaded code of the agent; they count |
+    | `flaky` | `tuple[str, ...]` | Verifiers that passed once and not again (`confirm=True`): they do not count |
     | `reward_terms` | `dict[str, float]` | Parts of the reward |
+    | `reward_pending` | `bool` | The verifiers of this step still run: the next step carries its reward |
+    | `late_reward` | `dict` | What the step before earned: `turn` (0: nothing is late), `reward`, `terms`, `verifiers_passed` |
+    | `action_executed` | `bool` | `False` after a reset, and where the step before turned out to have ended the episode |
     | `end_reason` | `str` or `None` | See Episode End |
     | `infra_error` | `str` or `None` | What broke |
     | `incidents` | `tuple[str, ...]` | What befell the connection to a remote sandbox, e.g. that it broke and was made anew |
-    | `tamper` | `tuple[str, ...]` | Files of the base system (`/usr`, `/etc` ...) that the agent changed, replaced or removed |
+    | `tamper` | `tuple[str, ...]` | Files of the base system (`/usr`, `/etc` ...) that the agent changed, shadowed or removed |
     | `_timing` | mapping | Seconds by phase; the only part that differs between two runs of the same actions |
 
     ## Vectorized environment
@@ -180,7 +198,8 @@ class TerminalEnv(gym.Env[Observation, Action]):
         max_output_bytes: int = 16384,
         rows: int = 24,
         cols: int = 80,
-        verify: str = "change",
+        verify: str | int = "change",
+        verify_async: bool = False,
         verbatim: bool = True,
         render_mode: str | None = None,
         timing: bool = True,
@@ -200,6 +219,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
             rows=rows,
             cols=cols,
             verify=verify,
+            verify_async=verify_async,
             verbatim=verbatim,
             render_mode=render_mode,
             timing=timing,
@@ -214,6 +234,8 @@ class TerminalEnv(gym.Env[Observation, Action]):
         self._budget = Budget(max_turns=max_turns, time_limit_s=time_limit_s, byte_limit=byte_limit, end_on_solved=end_on_solved)
         self._tasks = resolve_tasks(task)
         self._given = {item.id: item for item in (task if isinstance(task, list | tuple) else [task]) if isinstance(item, Task)}
+        self._schedule = Schedule(verify)
+        self._pending: PendingVerification | None = None
         self._watch = Stopwatch(timing)
         self._episode: Episode | None = None
         self._baseline = self._report = VerifierReport()
@@ -307,13 +329,19 @@ class TerminalEnv(gym.Env[Observation, Action]):
         """
         episode, machine = self._require_episode()
         chosen = _checked_action(action)
+        late = self._take_late(episode, machine)
+        if episode.end_reason is not None:  # known only now: what was to be done next is not done
+            terms = late.added_to({})
+            observation = self._observe("", None)
+            info = self._info(terms, episode.end_reason, late.infra_error, late=late)
+            return observation, total(terms), episode.terminated, episode.truncated, info
         previous = self._report
         error: str | None = None
         result: ShellResult | None = None
         try:
             result = self._act(machine, chosen, episode)
             output_bytes = result.output_bytes if result is not None else 0
-            self._report = self._verify(machine, last=isinstance(chosen, Submit) or _may_be_last(episode, output_bytes))
+            self._verify(machine, episode.turns + 1, last=isinstance(chosen, Submit) or _may_be_last(episode, output_bytes))
             error, self._incidents = self._report.infra_error, machine.incidents
         except (SandboxError, ShellError, VerifierError, OSError) as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -322,18 +350,69 @@ class TerminalEnv(gym.Env[Observation, Action]):
         end_reason = episode.finish_turn(
             output_bytes=result.output_bytes if result is not None else 0,
             submitted=isinstance(chosen, Submit),
-            solved=self._report.solved,
+            solved=self._report.solved and self._pending is None,
             infra_failure=error is not None,
         )
+        if self._pending is not None and end_reason is not None:  # time ran out after all
+            mine = self._take_late(episode, machine)
+            terms, error, end_reason = dict(mine.terms), mine.infra_error, episode.end_reason
+        elif self._pending is not None:
+            terms = {PENDING_TERM: 0.0}
+        else:
+            if self.config.verbatim and end_reason is not None and error is None:
+                self._verbatim = self._settle(machine)
+            terms = self._reward(RewardInput(self._baseline, previous, self._report, end_reason))
+        if error is not None:
+            self._give_up()
+        terms = late.added_to(terms)
+        observation = self._observe(result.output if result is not None else "", result.exit_code if result is not None else None)
+        self._render_human(observation, chosen)
+        info = self._info(terms, end_reason, error, late=late, executed=True)
+        return observation, total(terms), episode.terminated, episode.truncated, info
+
+    def collect_late_reward(self) -> dict[str, Any]:
+        """Wait for the verifiers that the last step left running (``verify_async=True``), without taking another step.
+
+        For callers that end episodes themselves, and for those that want to know whether the episode is over before they decide on an
+        action. The next step does not carry the reward again.
+
+        Returns:
+            The info. ``late_reward`` says what the last step earned (``turn`` 0: nothing was left running), ``end_reason`` whether the
+            episode ended with it; if it did, `reset` comes next.
+
+        Raises:
+            gymnasium.error.ResetNeeded: There is no episode, or it ended before.
+        """
+        episode, machine = self._require_episode()
+        late = self._take_late(episode, machine)
+        return self._info(late.added_to({}), episode.end_reason, late.infra_error, late=late)
+
+    def _take_late(self, episode: Episode, machine: Machine) -> LateReward:
+        """Wait for the verifiers of the last step, if they still run, and do what had to wait for them."""
+        if self._pending is None:
+            return NOTHING_LATE
+        previous, error = self._report, None
+        try:
+            with self._watch.phase("wait"):
+                report = self._pending.wait()
+            error, self._incidents = report.infra_error, machine.incidents
+            self._report = report if error is None else previous
+        except (SandboxError, VerifierError, OSError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        self._watch.add("late_verify", self._pending.seconds)
+        self._pending = None
+        end_reason = episode.finish_late(solved=self._report.solved and error is None, infra_failure=error is not None)
         if self.config.verbatim and end_reason is not None and error is None:
             self._verbatim = self._settle(machine)
         terms = self._reward(RewardInput(self._baseline, previous, self._report, end_reason))
         if error is not None:
-            self._close_machine()
-            self._shell = (ShellState.SANDBOX_DEAD, self._shell[1])
-        observation = self._observe(result.output if result is not None else "", result.exit_code if result is not None else None)
-        self._render_human(observation, chosen)
-        return observation, total(terms), episode.terminated, episode.truncated, self._info(terms, end_reason, error)
+            self._give_up()
+        return LateReward(episode.turns, total(terms), terms, self._report.passed, error)
+
+    def _give_up(self) -> None:
+        """After a failure of the machinery: nothing more can be done on this machine."""
+        self._close_machine()
+        self._shell = (ShellState.SANDBOX_DEAD, self._shell[1])
 
     def _require_episode(self) -> tuple[Episode, Machine]:
         if self._episode is None:
@@ -361,16 +440,21 @@ class TerminalEnv(gym.Env[Observation, Action]):
             self._screen = machine.session.screen()
         return result
 
-    def _verify(self, machine: Machine, *, last: bool) -> VerifierReport:
-        """Run the verifiers if the configuration asks for it now, else return the last report; ``SandboxDied`` if there is no sandbox."""
+    def _verify(self, machine: Machine, turn: int, *, last: bool) -> None:
+        """Run the verifiers, or begin to, if the configuration asks for it now; ``SandboxDied`` if there is no sandbox."""
         if self._shell[0] is ShellState.SANDBOX_DEAD or not machine.sandbox.alive:
             raise SandboxDied("the sandbox ended during this step")
-        if self.config.verify == "end" and not last:
-            return self._report
+        if not self._schedule.is_due(turn, last=last):
+            return
         changed = machine.changed(self._watch)
         if changed:
             self._tamper = machine.tampered(self._watch)
-        return machine.verify(self._watch) if changed or self.config.verify == "step" else self._report
+        elif not self._schedule.unchanged_too:
+            return
+        if self.config.verify_async and not last:
+            self._pending = machine.verify_later(self._watch)
+        else:
+            self._report = machine.verify(self._watch)
 
     def _settle(self, machine: Machine) -> dict[str, str]:
         """Let the task's ``test.sh`` speak at the end: the report becomes what is to be paid. Returns ``info["verbatim"]``."""
@@ -394,7 +478,15 @@ class TerminalEnv(gym.Env[Observation, Action]):
             "turn": np.array(self._episode.turns if self._episode is not None else 0, dtype=np.int32),
         }
 
-    def _info(self, terms: dict[str, float], end_reason: EndReason | None, infra_error: str | None = None) -> dict[str, Any]:
+    def _info(
+        self,
+        terms: dict[str, float],
+        end_reason: EndReason | None,
+        infra_error: str | None = None,
+        *,
+        late: LateReward = NOTHING_LATE,
+        executed: bool = False,
+    ) -> dict[str, Any]:
         assert self.task is not None, "only called after a reset"
         return {
             "schema_version": SCHEMA_VERSION,
@@ -407,11 +499,17 @@ class TerminalEnv(gym.Env[Observation, Action]):
             "verifiers": self._report.as_bools(),
             "verifier_source": self._report.source,
             "verbatim": dict(self._verbatim),
+            "unknown": self._report.unknown,
+            "tainted": self._report.tainted,
+            "flaky": self._report.flaky,
             "reward_terms": dict(terms),
+            "reward_pending": self._pending is not None,
+            "late_reward": late.as_info(),
+            "action_executed": executed,
             "end_reason": None if end_reason is None else end_reason.value,
             "infra_error": infra_error,
             "incidents": self._incidents,
-            "tamper": self._tamper,
+            "tamper": tuple(sorted({*self._tamper, *self._report.masked})),
             "_timing": self._watch.read(),
         }
 
@@ -436,6 +534,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
 
     def _close_machine(self) -> None:
         machine, self._machine = self._machine, None
+        self._pending = None
         if machine is not None:
             machine.close()
 

@@ -126,6 +126,22 @@ class Episode:
             self.end_reason = self._limit(self.turns, self.output_bytes)
         return self.end_reason
 
+    def finish_late(self, *, solved: bool, infra_failure: bool) -> EndReason | None:
+        """Decide again, now that it is known what the verifiers say of the last step that was counted.
+
+        Args:
+            solved: Whether every verifier passes after it.
+            infra_failure: Whether the machinery failed while they ran.
+
+        Returns:
+            The reason the episode ended with that step, or None if it goes on. Also kept in ``end_reason``.
+        """
+        if infra_failure:
+            self.end_reason = EndReason.INFRA_FAILURE
+        elif solved and self.budget.end_on_solved and self.end_reason is not EndReason.SUBMITTED:
+            self.end_reason = EndReason.SOLVED
+        return self.end_reason
+
     def _limit(self, turns: int, output_bytes: int) -> EndReason | None:
         budget = self.budget
         if budget.max_turns is not None and turns >= budget.max_turns:

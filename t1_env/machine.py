@@ -15,6 +15,7 @@ from t1_env.tasks import Task
 from t1_env.tasks.corpus import corpus_root
 from t1_env.tasks.families import cache_dir
 from t1_env.timing import Stopwatch
+from t1_env.verification import PendingVerification
 from t1_env.verifiers.baseline import baseline
 from t1_env.verifiers.runner import literal_env, run
 from t1_env.verifiers.verbatim import Settlement, run_verbatim, settle
@@ -119,6 +120,7 @@ class Machine:
         self._verified_generation: str | None = None
         self._built = BuiltEnvironment()
         self._built_system: dict[str, str] = {}
+        self._pending: PendingVerification | None = None
 
     @property
     def workdir(self) -> str:
@@ -176,9 +178,27 @@ class Machine:
         with watch.phase("fingerprint"):
             generation = self.sandbox.generation()
         with watch.phase("verify"):
-            report = run(
-                self.sandbox, self.task, self.verifier_ids, retries=self._verify_retries, env=self._built.env, workdir=self.workdir
-            )
+            return self._run(generation)
+
+    def verify_later(self, watch: Stopwatch) -> PendingVerification:
+        """Begin to run the verifiers in a clone of the sandbox as it stands.
+
+        The clone stands on the files of the agent, so its processes are let go only when the verifiers are done: nothing may be asked of
+        the sandbox before the report was waited for, except ``close``.
+
+        Args:
+            watch: Counts the seconds until this returns.
+
+        Returns:
+            What to wait for; the report is as that of `verify`.
+        """
+        with watch.phase("fingerprint"):
+            generation = self.sandbox.generation()
+        self._pending = PendingVerification(lambda: self._run(generation))
+        return self._pending
+
+    def _run(self, generation: str) -> VerifierReport:
+        report = run(self.sandbox, self.task, self.verifier_ids, retries=self._verify_retries, env=self._built.env, workdir=self.workdir)
         # Taken before the run: what a background process wrote meanwhile is seen as a change at the next step.
         self._verified_generation = generation if report.infra_error is None else None
         return report
@@ -241,6 +261,8 @@ class Machine:
     def close(self) -> None:
         """End the shell and remove the sandbox. Idempotent."""
         session, self._session = self._session, None
+        if self._pending is not None and self._pending.running:
+            self.sandbox.close()  # first, for a shell that stands still cannot be ended; whoever waits for the verifiers wakes up
         try:
             if session is not None:
                 session.close()

@@ -201,11 +201,17 @@ INFO_KEYS: Final[tuple[str, ...]] = (
     "verifiers",  # dict[str, bool] in frozen order
     "verifier_source",  # str: VerifierReport.source
     "verbatim",  # dict[str, str]: "verdict" (VerbatimVerdict), "source" (as VerifierReport.source, of the script) and "note"
+    "unknown",  # tuple[str, ...]: ids that the verifiers reported although the frozen list has them not; they never count
+    "tainted",  # tuple[str, ...]: ids that passed in a process that had loaded code of the agent; they count, and are worth a look
+    "flaky",  # tuple[str, ...]: ids that passed once and not again when they were confirmed; they do not count
     "reward_terms",  # dict[str, float]: sums to the step's reward
+    "reward_pending",  # bool: the step's verifiers still run; the next step carries its reward
+    "late_reward",  # dict: "turn" (0: nothing was late), "reward", "terms", "verifiers_passed" of the step before
+    "action_executed",  # bool: False after a reset, and where the step before turned out to have ended the episode
     "end_reason",  # str | None: EndReason once the episode ended
     "infra_error",  # str | None: what broke, when end_reason is "infra_failure"
     "incidents",  # tuple[str, ...]: what befell the connection to the sandbox, e.g. that it was made anew
-    "tamper",  # tuple[str, ...]: base-image files the agent changed under the system directories
+    "tamper",  # tuple[str, ...]: base-image files the agent changed or shadowed under the system directories
     "_timing",  # dict[str, float]: seconds by phase; not deterministic, `timing=False` leaves it empty
 )
 """Keys present in the ``info`` of every ``reset`` and ``step``."""

@@ -60,8 +60,12 @@ class Stopwatch:
         try:
             yield
         finally:
-            if self._enabled:
-                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_s
+            self.add(name, time.perf_counter() - start_s)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count seconds that were measured elsewhere under ``name``."""
+        if self._enabled:
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def read(self) -> Timing:
         """Return what was measured so far and start again from zero."""
