@@ -106,7 +106,14 @@ class Episode:
             self._cut_if_over_budget()
 
     def advance(self, completion: Completion) -> None:
-        """Take one sampled turn: append it, act on it, append what came back."""
+        """Take one sampled turn: append it, act on it, append what came back.
+
+        Where the environment verifies beside the sampler (``verify_async=True``), the reward of the turn before is credited first. If the
+        episode turns out to have ended with that turn, the sampled one is dropped: it follows no state of the episode.
+        """
+        self._credit_late_reward()
+        if self.done:
+            return
         ledger = self._require_ledger()
         ledger.append_completion(completion)
         self.completions.append(completion)
@@ -159,11 +166,34 @@ class Episode:
         drift = drift_tokens_in_loss(trajectory, self.completions)
         return replace(trajectory, metadata={**trajectory.metadata, "drift_tokens_in_loss": drift})
 
+    def _credit_late_reward(self) -> None:
+        """Wait for the verifiers that the last turn left running, and give that turn what it earned."""
+        if not self._info.get("reward_pending"):
+            return
+        start = time.perf_counter()
+        self._info = self._env.get_wrapper_attr("collect_late_reward")()
+        waited_s = time.perf_counter() - start
+        self._sandbox_s += waited_s
+        earned, end_reason = float(self._info["late_reward"]["reward"]), self._info["end_reason"]
+        if end_reason is not None:
+            self._terminated, self._truncated = EndReason(end_reason).terminates, not EndReason(end_reason).terminates
+            self._end_reason = end_reason
+        # Asked before every turn, whether or not that one reaches the environment: the turn that earned this is the last one.
+        last, passed = self._turns[-1], int(self._info["verifiers_passed"])
+        shown = "" if self.done else last.observation
+        self._rewards[-1] = earned
+        self._turns[-1] = replace(last, observation=shown, reward=earned, verifiers_passed=passed, seconds=last.seconds + waited_s)
+
     def _cut_if_over_budget(self) -> None:
         if len(self._turns) >= self._limits.max_turns:
-            self._truncated, self._end_reason = True, EndReason.TURN_LIMIT.value
+            reason = EndReason.TURN_LIMIT
         elif len(self.prompt_ids) + self._limits.max_turn_tokens > self._limits.max_context_tokens:
-            self._truncated, self._end_reason = True, EndReason.CONTEXT_LIMIT.value
+            reason = EndReason.CONTEXT_LIMIT
+        else:
+            return
+        self._credit_late_reward()
+        if not self.done:
+            self._truncated, self._end_reason = True, reason.value
 
     def _require_ledger(self) -> Ledger:
         if self._ledger is None:

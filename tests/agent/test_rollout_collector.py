@@ -68,6 +68,30 @@ class EchoEnv:
         }
 
 
+class LateEnv(EchoEnv):
+    """The same, but what a step earned is known only when it is asked for, and three words end the episode; ``break`` breaks it then."""
+
+    pending = 0.0
+    breaks = False
+    solving = False
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        assert not self.pending, "asked before the next step"
+        observation, reward, terminated, truncated, info = super().step(action)
+        if terminated:
+            return observation, reward, terminated, truncated, info | {"reward_pending": False}
+        self.pending, self.breaks = float(reward), action == "break"
+        return observation, 0.0, False, False, info | {"reward_pending": True, "verifiers_passed": -1}
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def collect_late_reward(self) -> dict[str, Any]:
+        earned, self.pending = 0.0 if self.breaks else self.pending, 0.0
+        end = "infra_failure" if self.breaks else "solved" if self.solving and len(self._words) == 3 else None
+        return self._info(end) | {"reward_pending": False, "late_reward": {"reward": earned}}
+
+
 @pytest.fixture(scope="module")
 def codec() -> TurnCodec:
     return TurnCodec(train_tokenizer(["say three words seeds/a", "ls one two three submit", "exit 0 you said"] * 20, vocab_size=320))
@@ -103,6 +127,39 @@ def test_prompts_only_grow_and_the_loss_holds_what_was_sampled(codec: TurnCodec)
     assert trajectory.metadata["drift_tokens_in_loss"] == 0
     assert trajectory.terminated
     assert trajectory.end_reason == "submitted"
+    verify_digests(trajectory)
+
+
+@pytest.mark.parametrize(
+    ("said", "limits", "solving", "rewards", "end"),
+    [
+        (["one", "two", "submit"], LIMITS, False, [1.0, 1.0, 0.0], "submitted"),
+        (["one", "two", "three", "four"], LIMITS, True, [1.0, 1.0, 1.0], "solved"),
+        (["one", "", "two", "one", "two"], LIMITS, False, [1.0, 0.0, 1.0, 0.0, 0.0], "turn_limit"),
+        (["one", "two", "three"], EpisodeLimits(3, 400, 16, 60), True, [1.0, 1.0, 1.0], "solved"),
+        (["one", "two"], EpisodeLimits(2, 400, 16, 60), False, [1.0, 1.0], "turn_limit"),
+        (["one", "break", "two"], LIMITS, False, [1.0, 0.0], "infra_failure"),
+        (["one", "break"], EpisodeLimits(2, 400, 16, 60), False, [1.0, 0.0], "infra_failure"),
+    ],
+)
+def test_a_late_reward_is_credited_to_its_turn(
+    codec: TurnCodec, said: list[str], limits: EpisodeLimits, solving: bool, rewards: list[float], end: str
+) -> None:
+    env = LateEnv()
+    env.solving = solving
+    episode, _ = begun(codec, env, limits)
+    taken = 0
+    while not episode.done:
+        episode.advance(completion(codec, said[taken]))
+        taken += 1
+    assert taken == len(said)
+    trajectory = episode.trajectory()
+    assert trajectory.rewards.tolist() == [turn.reward for turn in trajectory.turns] == rewards
+    assert trajectory.end_reason == end
+    assert (trajectory.terminated, trajectory.truncated) == (end in ("submitted", "solved"), end not in ("submitted", "solved"))
+    assert all(turn.verifiers_passed >= 0 for turn in trajectory.turns)
+    assert len(env.actions) == len([word for word in said[: len(rewards)] if word]), "what follows no state is not carried out"
+    assert trajectory.metadata["drift_tokens_in_loss"] == 0
     verify_digests(trajectory)
 
 
