@@ -59,6 +59,8 @@ class Stack:
         exact: Whether everything written must be told apart from the base (to make a layer of it), also with no layers.
         locks: Files to hold a shared lock on while the sandbox lives, so that nobody removes what it stands on.
         foreign: Whether an agent has written to ``rootfs``: its links then say nothing about where something of ours is to be mounted.
+        identity: Device and inode of ``rootfs`` as the host process sees it, for one that is a mount: in the launcher's mount namespace
+            there may be none at that path, or an older one.
     """
 
     rootfs: str | None = None
@@ -66,17 +68,20 @@ class Stack:
     exact: bool = False
     locks: tuple[str, ...] = ()
     foreign: bool = False
+    identity: tuple[int, int] | None = None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Stack:
         """The inverse of ``to_json``."""
         layers = tuple(Layer(entry["path"], tuple(entry["parts"]), entry["marked"]) for entry in data["layers"])
-        return cls(data["rootfs"], layers, data["exact"], tuple(data["locks"]), bool(data.get("foreign")))
+        identity = (data["identity"][0], data["identity"][1]) if data.get("identity") else None
+        return cls(data["rootfs"], layers, data["exact"], tuple(data["locks"]), bool(data.get("foreign")), identity)
 
     def to_json(self) -> dict[str, Any]:
         """For a message to the keeper."""
         layers = [{"path": layer.path, "parts": list(layer.parts), "marked": layer.marked} for layer in self.layers]
-        return {"rootfs": self.rootfs, "layers": layers, "exact": self.exact, "locks": list(self.locks), "foreign": self.foreign}
+        fields = {"rootfs": self.rootfs, "layers": layers, "exact": self.exact, "locks": list(self.locks), "foreign": self.foreign}
+        return {**fields, "identity": self.identity}
 
     @property
     def plain(self) -> bool:
@@ -139,6 +144,7 @@ def build_root(
     if stack.rootfs is None:
         rootfs.make_masks(template, hide)
     else:
+        _check_identity(stack)
         os.symlink(stack.rootfs, f"{store}/base")
     _make_local_files(template, stack, hostname)
     if copy_of is not None:
@@ -153,6 +159,14 @@ def build_root(
         files.make_directories(root_fd, workdir)
     finally:
         os.close(root_fd)
+
+
+def _check_identity(stack: Stack) -> None:
+    """What is verified must be what the host process means, and never the empty directory under a mount that does not reach here."""
+    if stack.identity is not None and stack.rootfs is not None:
+        status = os.stat(stack.rootfs)
+        if (status.st_dev, status.st_ino) != stack.identity:
+            raise OSError(errno.ESTALE, "what is mounted there does not reach the launcher of the local sandbox, or is gone", stack.rootfs)
 
 
 def lowers_of(template: Template, stack: Stack, part: str) -> tuple[str, ...]:

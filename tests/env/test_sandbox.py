@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from t1_env.errors import ConfigError, SandboxDied
+from t1_env.errors import ConfigError, SandboxDied, SandboxError
 from t1_env.sandbox.base import Sandbox, SandboxSpec
 from t1_env.sandbox.local import LocalSandbox, SandboxFileError, unavailable_reason
+from t1_env.sandbox.stacking import Stack
 
 pytestmark = pytest.mark.namespaces
 
@@ -584,3 +585,14 @@ def test_closing_wakes_a_thread_that_waits():
     thread.join(10)
     assert not thread.is_alive()
     assert len(seen) == 1
+
+
+def test_what_is_mounted_elsewhere_is_no_base(tmp_path):
+    """A mount that the launcher does not see would show an empty directory, and every verifier would fail without an error."""
+    rootfs = tmp_path / "rootfs"
+    rootfs.mkdir()
+    status = rootfs.stat()
+    with LocalSandbox(SandboxSpec(), stack=Stack(rootfs=str(rootfs), foreign=True, identity=(status.st_dev, status.st_ino))) as box:
+        assert box.alive
+    with pytest.raises(SandboxError, match="does not reach the launcher"):
+        LocalSandbox(SandboxSpec(), stack=Stack(rootfs=str(rootfs), foreign=True, identity=(status.st_dev, status.st_ino + 1))).start()
