@@ -8,7 +8,7 @@ and again. The report of an earlier episode is used again if all of this holds:
 - Every verifier passed or failed by itself. One that ended in an error may have run out of time on a busy machine, and a baseline too low
   would pay for what was there from the start.
 - The Dockerfile has no ``RUN``: what is only copied is a function of the digest. With ``RUN``, whose commands may write a date or a random
-  number, two environments that were built one after the other must have had the same verdicts.
+  number, or without a Dockerfile, two environments that were built one after the other must have had the same verdicts.
 
 That a verdict is a function of the files is assumed already where an unchanged filesystem is not verified again. Nothing of an agent is
 in such a report: it is taken before the shell starts, and processes are not part of what verifiers see.
@@ -25,7 +25,8 @@ from t1_env.protocol import VerifierReport, VerifierStatus
 from t1_env.sandbox.base import Sandbox
 from t1_env.sandbox.dockerfile import parse_dockerfile
 from t1_env.tasks.task import Task, read_text
-from t1_env.verifiers.runner import collect_and_run
+from t1_env.verifiers.collecting import collect_and_run
+from t1_env.verifiers.ids import FrozenIds
 
 MAX_KEPT: Final = 4096
 """Reports kept; the oldest goes first."""
@@ -35,7 +36,7 @@ MAX_KEPT: Final = 4096
 class _Kept:
     """A report, and how many more environments must confirm it before it is used again."""
 
-    ids: tuple[str, ...]
+    ids: FrozenIds
     report: VerifierReport
     to_confirm: int
 
@@ -52,7 +53,7 @@ def baseline(
     retries: int = 1,
     env: Mapping[str, str] | None = None,
     workdir: str | None = None,
-) -> tuple[tuple[str, ...], VerifierReport]:
+) -> tuple[FrozenIds, VerifierReport]:
     """Freeze a task's verifiers and say which of them pass untouched.
 
     Args:
@@ -92,4 +93,6 @@ def _is_decided(report: VerifierReport) -> bool:
 
 def _runs_commands(task: Task) -> bool:
     path = task.environment_dir / "Dockerfile"
+    if not path.is_file():
+        return True  # an image by its name, which may mean another one tomorrow
     return any(instruction.keyword == "RUN" for instruction in parse_dockerfile(read_text(path), name=str(path)))

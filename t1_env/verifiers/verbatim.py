@@ -1,4 +1,4 @@
-"""The task's own ``tests/test.sh`` as a second opinion at the end of an episode.
+"""The task's own test script: a second opinion at the end of an episode, and the only one where a task has no pytest tests.
 
 The fast runner pays during the episode; the script is what the task's author wrote. It runs word for word in a clone, its results are
 read from the best source it leaves, and where the two disagree the lower count is paid and the disagreement is reported.
@@ -7,9 +7,11 @@ read from the best source it leaves, and where the two disagree the lower count 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 from xml.etree import ElementTree
@@ -17,17 +19,50 @@ from xml.etree import ElementTree
 from t1_env.protocol import VerbatimVerdict, VerifierOutcome, VerifierReport, VerifierStatus
 from t1_env.sandbox.base import Sandbox
 from t1_env.tasks.task import Task
-from t1_env.verifiers.runner import clone_payload, in_clone
+from t1_env.verifiers.clones import TESTS_MOUNT, clone_payload, in_clone
+from t1_env.verifiers.ids import source_of
 
 _ENTRY: Final = "t1_env.verifiers.verbatim_worker:run_script"
 _SHORT_SUMMARY: Final = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S.*?)(?: - .*)?$", re.MULTILINE)
 _SCALAR: Final = "reward"
 _OUTPUT_KEPT: Final = 4000
+_OUTSIDE_TESTS: Final = "/.t1-script"
+"""Where a script is mounted that does not lie in the tests directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The test script of a task.
+
+    Args:
+        path: On the host.
+        inside: Where a clone finds it.
+        env: What it expects in its environment.
+    """
+
+    path: Path
+    inside: str
+    env: Mapping[str, str]
+
+    @property
+    def mounts(self) -> dict[str, Path]:
+        """What must be mounted beside the tests for it."""
+        return {} if self.inside.startswith(f"{TESTS_MOUNT}/") else {self.inside: self.path}
+
+
+def script_of(task: Task) -> Script | None:
+    """The test script of a task: Harbor's ``tests/test.sh``, or ``run-tests.sh`` of Terminal-Bench 1, beside the tests or among them."""
+    candidates = (task.tests_dir / "test.sh", task.tests_dir / "run-tests.sh", task.path / "run-tests.sh")
+    path = next((path for path in candidates if path.is_file()), None)
+    if path is None:
+        return None
+    env = {} if path.name == "test.sh" else {"TEST_DIR": TESTS_MOUNT, "T_BENCH_TEST_DIR": TESTS_MOUNT}
+    return Script(path, f"{TESTS_MOUNT if path.parent == task.tests_dir else _OUTSIDE_TESTS}/{path.name}", env)
 
 
 @dataclass(frozen=True, slots=True)
 class VerbatimResult:
-    """What ``test.sh`` said.
+    """What the task's script said.
 
     Args:
         report: Its verdicts over the frozen ids, or over the single id ``"reward"`` when it left only a number; None without a verdict.
@@ -35,6 +70,7 @@ class VerbatimResult:
         exit_code: Exit status of the script, None if it did not run to its end.
         output: The last part of what it printed.
         failed: Whether it was the machinery that failed.
+        seconds: Wall time, clone included.
     """
 
     report: VerifierReport | None
@@ -42,6 +78,7 @@ class VerbatimResult:
     exit_code: int | None = None
     output: str = ""
     failed: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +112,19 @@ class Settlement:
 def run_verbatim(
     sandbox: Sandbox,
     task: Task,
-    ids: Sequence[str],
+    ids: Sequence[str] | None,
     *,
     timeout_s: float | None = None,
     retries: int = 1,
     env: Mapping[str, str] | None = None,
     workdir: str | None = None,
 ) -> VerbatimResult:
-    """Run ``tests/test.sh`` in a clone of the sandbox as it stands.
+    """Run the task's test script in a clone of the sandbox as it stands.
 
     Args:
         sandbox: The sandbox to judge; unchanged afterwards.
         task: The task.
-        ids: The frozen list of verifiers.
+        ids: The frozen list of verifiers; None to take whatever the script reports.
         timeout_s: Limit for the script; default ``[verifier] timeout_sec``.
         retries: How often to try again when the machinery fails.
         env: Variables that building the environment set (Dockerfile ``ENV``).
@@ -96,17 +133,19 @@ def run_verbatim(
     Returns:
         The verdict, or the reason why there is none. Never raises for a failure of the machinery.
     """
-    if not (task.tests_dir / "test.sh").is_file():
+    script = script_of(task)
+    if script is None:
         return VerbatimResult(None, problem="the task ships no tests/test.sh")
     limit_s = task.config.verifier.timeout_sec if timeout_s is None else timeout_s
-    result = in_clone(sandbox, clone_payload(task, limit_s, env, workdir), task, _ENTRY, retries=retries, limit_s=limit_s)
+    payload = clone_payload(task, limit_s, {**script.env, **(env or {})}, workdir) | {"script": script.inside}
+    result = in_clone(sandbox, payload, task, _ENTRY, retries=retries, limit_s=limit_s, mounts=script.mounts)
     if result.error is not None:
-        return VerbatimResult(None, problem=result.error, failed=True)
+        return VerbatimResult(None, problem=result.error, failed=True, seconds=result.seconds)
     answer = result.payload
     output = str(answer["output"])
     report = None if answer["problem"] else parse_results(answer["files"], output, ids, seconds=result.seconds)
-    problem = answer["problem"] or (None if report else "test.sh left no result that can be read")
-    return VerbatimResult(report, problem, answer["exit_code"], output[-_OUTPUT_KEPT:])
+    problem = answer["problem"] or (None if report else f"{script.path.name} left no result that can be read")
+    return VerbatimResult(report, problem, answer["exit_code"], output[-_OUTPUT_KEPT:], seconds=result.seconds)
 
 
 def settle(fast: VerifierReport, verbatim: VerbatimResult) -> Settlement:
@@ -138,18 +177,18 @@ def settle(fast: VerifierReport, verbatim: VerbatimResult) -> Settlement:
     return Settlement(other if other.passed < fast.passed else fast, not differences, differences, source=other.source)
 
 
-def parse_results(files: Mapping[str, str], output: str, ids: Sequence[str], *, seconds: float = 0.0) -> VerifierReport | None:
+def parse_results(files: Mapping[str, str], output: str, ids: Sequence[str] | None, *, seconds: float = 0.0) -> VerifierReport | None:
     """Read the best source a test script left: CTRF, JUnit XML, pytest's ``-rA`` lines, ``reward.json``, ``reward.txt``.
 
     Args:
         files: Name -> text of the files in ``/logs/verifier``.
         output: What the script printed.
-        ids: The frozen list of verifiers.
+        ids: The frozen list of verifiers; None to take whatever is reported.
         seconds: Wall time to note in the report.
 
     Returns:
-        A report over ``ids`` (over ``("reward",)`` or the keys of ``reward.json`` when single tests are not named), or None if there is
-        nothing to read.
+        A report over ``ids`` (over ``("reward",)`` or the keys of ``reward.json`` when single tests are not named, unless ``ids`` are
+        such keys), or None if there is nothing to read.
     """
     for source, statuses in (
         ("ctrf", _ctrf(files.get("ctrf.json", ""))),
@@ -158,17 +197,22 @@ def parse_results(files: Mapping[str, str], output: str, ids: Sequence[str], *, 
     ):
         if statuses:
             return _over_frozen_ids(statuses, ids, source, seconds)
-    scores = _reward_json(files.get("reward.json", ""))
-    if scores:
-        return _report({name: _status(value >= 1.0) for name, value in scores.items()}, "reward.json", seconds)
-    try:
-        return _report({_SCALAR: _status(float(files["reward.txt"]) >= 1.0)}, "reward.txt", seconds)
-    except (KeyError, ValueError):
-        return None
+    for source, scores in (
+        ("reward.json", _reward_json(files.get("reward.json", ""))),
+        ("reward.txt", _reward_text(files.get("reward.txt"))),
+    ):
+        if scores:
+            verdicts = {name: _status(value >= 1.0) for name, value in scores.items()}
+            if source_of(ids or ()) not in _SCORES:
+                return _report(verdicts, source, seconds)
+            return _over_frozen_ids(list(verdicts.items()), ids, source, seconds)
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------- sources
 Statuses = list[tuple[str, VerifierStatus]]
+_SCORES: Final = ("reward.json", "reward.txt")
+"""Sources that hold numbers rather than tests."""
 
 
 def _ctrf(text: str) -> Statuses:
@@ -205,25 +249,36 @@ def _summary_lines(output: str) -> Statuses:
 
 
 def _reward_json(text: str) -> dict[str, float]:
+    """The scores in ``reward.json``; none if anything but finite numbers is in it, as Harbor has it."""
     try:
         value: Any = json.loads(text)
         if isinstance(value, int | float):
             value = {_SCALAR: value}
-        return {str(name): float(score) for name, score in value.items()}
-    except (ValueError, TypeError, AttributeError):
+        scores = {str(name): float(score) for name, score in value.items() if not isinstance(score, str)}
+        return scores if len(scores) == len(value) and all(map(math.isfinite, scores.values())) else {}
+    except (ValueError, TypeError, AttributeError, OverflowError):
         return {}
+
+
+def _reward_text(text: str | None) -> dict[str, float]:
+    try:
+        score = float(text or "")
+    except ValueError:
+        return {}
+    return {_SCALAR: score} if math.isfinite(score) else {}
 
 
 def _status(passed: bool) -> VerifierStatus:
     return VerifierStatus.PASSED if passed else VerifierStatus.FAILED
 
 
-def _over_frozen_ids(statuses: Statuses, ids: Sequence[str], source: str, seconds: float) -> VerifierReport:
+def _over_frozen_ids(statuses: Statuses, ids: Sequence[str] | None, source: str, seconds: float) -> VerifierReport:
     """Bring reported names onto the frozen ids. A name may carry more directories than the id; a name reported twice does not pass."""
+    ids = list(dict.fromkeys(name for name, _ in statuses)) if ids is None else ids
     found: dict[str, VerifierStatus] = {}
     unknown = []
     for name, status in statuses:
-        matching = [frozen for frozen in ids if name == frozen or name.endswith(f"/{frozen}")]
+        matching = [frozen for frozen in ids if name == frozen or ("::" in frozen and name.endswith(f"/{frozen}"))]
         if not matching:
             unknown.append(name)
         for frozen in matching:

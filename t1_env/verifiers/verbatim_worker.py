@@ -1,4 +1,4 @@
-"""Runs a task's own ``tests/test.sh`` inside a clone, word for word, with the trusted interpreter standing in for Python and pytest.
+"""Runs a task's own test script inside a clone, word for word, with the trusted interpreter standing in for Python and pytest.
 
 A bare sandbox has no pytest, often no Python, and no network to install them from. So a directory of small bash scripts comes first in
 ``PATH``: each announces its process id and waits, and the supervisor forks the warm interpreter, reads arguments, environment, working
@@ -36,6 +36,7 @@ OUTPUT_LIMIT_BYTES: Final = 1 << 20
 
 _INTERPRETERS: Final = ("python", "python3", "pytest", "py.test", "uvx", "uv")
 _INSTALLERS: Final = ("apt", "apt-get", "pip", "pip3")
+_UV_SETUP: Final = ("add", "init", "lock", "pip", "python", "sync", "venv")
 _FLAGS_WITH_VALUE: Final = ("-X", "-W")
 # Descriptors are copied first: while bash runs "echo >file", its own descriptor 1 is that file.
 _SHIM: Final = """#!/bin/bash
@@ -44,7 +45,7 @@ mkfifo "{root}/$$" && echo "$$" >"{root}/requests" && read -r code <"{root}/$$"
 exit "${{code:-127}}"
 """
 _CURL_SHIM: Final = """#!/bin/bash
-case "$*" in *astral.sh/uv*) exit 0 ;; esac
+case "$*" in *astral.sh/uv*) mkdir -p "$HOME/.local/bin" && touch "$HOME/.local/bin/env"; exit 0 ;; esac
 PATH="${{PATH#{root}/bin:}}" exec curl "$@"
 """
 
@@ -58,7 +59,8 @@ def run_script(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Run the script and bring back what it left.
 
     Args:
-        payload: ``tests_dir``, ``workdir``, ``timeout_s``, optionally ``env`` and ``logs_dir`` (default `LOGS_DIR`).
+        payload: ``tests_dir``, ``workdir``, ``timeout_s``, optionally ``env``, ``script`` (default ``test.sh`` of the tests) and
+            ``logs_dir`` (default `LOGS_DIR`).
 
     Returns:
         ``{"exit_code": int | None, "output": tail of its output, "files": {name: text}, "problem": str | None}``. ``problem`` says why
@@ -82,6 +84,7 @@ class _Script:
         self.root = root
         self.logs = logs
         self.deadline = time.monotonic() + float(payload["timeout_s"])
+        self.script = str(payload.get("script") or f"{payload['tests_dir']}/test.sh")
         self.children: dict[int, int] = {}  # pid of an interpreter -> pid of the process that waits for it
         self.replies: dict[int, int] = {}  # pid of a waiting process -> exit status it has not read yet
 
@@ -95,7 +98,7 @@ class _Script:
                 problem = self._serve(bash, requests)
             return {"exit_code": bash.returncode, "output": _tail(output), "files": self._files(), "problem": problem}
         except FileNotFoundError as error:
-            return {"exit_code": None, "output": "", "files": {}, "problem": f"the sandbox cannot run test.sh: {error}"}
+            return {"exit_code": None, "output": "", "files": {}, "problem": f"the sandbox cannot run {Path(self.script).name}: {error}"}
         finally:
             os.close(requests)
             for child in self.children:
@@ -114,7 +117,7 @@ class _Script:
     def _start(self, output: int) -> subprocess.Popen[bytes]:
         env = worker.test_environment(self.payload)
         env["PATH"] = f"{self.root}/bin:{env['PATH']}"
-        script = os.path.join(self.payload["tests_dir"], "test.sh")  # noqa: PTH118 - a path inside the clone, joined as text
+        script = self.script
         workdir = self.payload["workdir"] if Path(self.payload["workdir"]).is_dir() else "/"
         return subprocess.Popen(
             ["/bin/bash", script], env=env, cwd=workdir, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -129,7 +132,7 @@ class _Script:
             if time.monotonic() >= self.deadline:
                 _kill_session(bash.pid)
                 bash.wait()
-                return f"test.sh did not end within {self.payload['timeout_s']} s"
+                return f"{Path(self.script).name} did not end within {self.payload['timeout_s']} s"
             if poller.poll(5):  # short: ends of children and of the script are seen between polls
                 *lines, buffer = (buffer + os.read(requests, 4096)).split(b"\n")
                 for line in lines:
@@ -240,6 +243,8 @@ def _exit_status(argv: Sequence[str]) -> int:
 def _execute(name: str, args: list[str]) -> int:
     if name in ("pytest", "py.test"):
         return _pytest_main(args)
+    if name == "uv" and args and args[0] in _UV_SETUP:
+        return 0
     if name in ("uvx", "uv"):
         if "pytest" not in args:
             raise SystemExit(f"{name}: only running pytest is supported while verifying, got: {' '.join(args)}")

@@ -17,6 +17,7 @@ import resource
 import secrets
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -112,6 +113,39 @@ def collect(payload: Mapping[str, Any]) -> dict[str, Any]:
     supervisor = _Supervisor(payload, ids=None)
     supervisor.supervise()
     return {"ids": supervisor.found, "errors": supervisor.errors}
+
+
+def collect_solved(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """`collect`, once the task's oracle has done its work in this clone: for tests that import what the agent is to write.
+
+    Args:
+        payload: As for `collect`, ``solution`` (path of the oracle's script) and ``solution_env`` (variables it needs).
+
+    Returns:
+        As `collect`.
+    """
+    env = {**test_environment(payload), **payload["solution_env"]}
+    cwd = payload["workdir"] if Path(payload["workdir"]).is_dir() else "/"
+    try:
+        script = subprocess.Popen(
+            ["/bin/bash", payload["solution"]],
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return {"ids": [], "errors": [f": the oracle cannot be run: {error}"]}
+    try:
+        script.wait(float(payload["timeout_s"]))
+    except subprocess.TimeoutExpired:
+        return {"ids": [], "errors": [f": the oracle did not end within {payload['timeout_s']} s"]}
+    finally:
+        _kill_group(script.pid)
+        script.wait()
+    return collect(payload)
 
 
 def run(payload: Mapping[str, Any]) -> dict[str, Any]:

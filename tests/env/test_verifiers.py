@@ -1,6 +1,7 @@
 """Host side of verification: what is asked of the clone and what its answers become."""
 
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,8 +13,8 @@ from t1_env.protocol import VerifierStatus
 from t1_env.sandbox.base import CloneResult
 from t1_env.tasks.schema import T1Metadata, TaskConfig
 from t1_env.tasks.task import Task
+from t1_env.verifiers import FrozenIds, collect, collect_and_run, ids_digest, run
 from t1_env.verifiers import baseline as baseline_module
-from t1_env.verifiers import collect, collect_and_run, ids_digest, run
 from t1_env.verifiers.baseline import baseline
 
 
@@ -81,6 +82,84 @@ def test_collect_retries_once_then_blames_the_machinery(task):
     with pytest.raises(VerifierError, match="second"):
         collect(ScriptedClone("first", "second"), task)
     assert collect(ScriptedClone("first", listing("a.py::x")), task) == ("a.py::x",)
+
+
+# -------------------------------------------------------------------------------------------- lists that the runner cannot collect
+def script_says(**files):
+    return {"problem": None, "files": files, "output": "", "exit_code": 0}
+
+
+def with_file(task, name, text=""):
+    (task.path / name).parent.mkdir(exist_ok=True)
+    (task.path / name).write_text(text)
+
+
+def test_tests_that_import_the_agents_work_are_listed_behind_the_oracle(task):
+    with_file(task, "solution/solve.sh")
+    sandbox = ScriptedClone(listing(errors=["a.py: No module named 'solution'"]), listing("a.py::x"))
+    ids = collect(sandbox, task)
+    assert (ids, ids.source, ids.digest) == (("a.py::x",), "runner", ids_digest(["a.py::x"]))
+    entry, payload, mounts, timeout_s = sandbox.calls[1]
+    assert entry == "t1_env.verifiers.worker:collect_solved"
+    assert payload["solution"] == "/solution/solve.sh"
+    assert mounts == {"/tests": task.tests_dir, "/solution": task.path / "solution"}
+    assert timeout_s > 200
+    assert collect(sandbox, task) is ids
+
+
+def test_an_oracle_that_does_not_help_leaves_the_first_reason(task):
+    with_file(task, "solution/solve.sh")
+    with_file(task, "tests/test.sh")  # which would find no more than the runner
+    with pytest.raises(TaskError, match="numpy"):
+        collect(ScriptedClone(listing(errors=["a.py: No module named 'numpy'"]), listing(errors=["a.py: other"])), task)
+    with pytest.raises(VerifierError, match="second"):
+        collect(ScriptedClone(listing(errors=["a.py: No module named 'numpy'"]), "first", "second"), task)
+
+
+@pytest.mark.parametrize(
+    ("said", "source", "expected"),
+    [
+        ({"reward.json": '{"speed": 0.25, "size": 1}'}, "reward.json", ("speed", "size")),
+        ({"reward.txt": "0"}, "reward.txt", ("reward",)),
+        ({"ctrf.json": '{"results": {"tests": [{"name": "suite works", "status": "failed"}]}}'}, "ctrf", ("suite works",)),
+    ],
+)
+def test_a_task_without_pytest_tests_has_what_its_script_reports(task, said, source, expected):
+    with_file(task, "tests/test.sh")
+    sandbox = ScriptedClone({**listing(), "outcomes": None}, script_says(**said), script_says(**said))
+    ids, report = collect_and_run(sandbox, task, env={"B": "2"}, workdir="/srv")
+    assert (ids, ids.source, report.source, tuple(report.outcomes)) == (expected, source, source, expected)
+    assert [entry.rpartition(":")[2] for entry, *_ in sandbox.calls] == ["collect_and_run", "run_script", "run_script"]
+    for _, payload, mounts, _ in sandbox.calls:
+        assert (payload["env"], payload["workdir"], mounts) == ({"A": "1", "B": "2"}, "/srv", {"/tests": task.tests_dir})
+
+
+def test_a_script_that_reports_nothing_leaves_the_first_reason(task):
+    with_file(task, "tests/test.sh")
+    with pytest.raises(TaskError, match="no test found"):
+        collect(ScriptedClone(listing(), script_says()), task)
+    with pytest.raises(VerifierError, match="second"):
+        collect(ScriptedClone(listing(), "first", "second"), task)
+
+
+def test_verdicts_of_a_script_are_brought_onto_the_frozen_list(task):
+    with_file(task, "tests/test.sh")
+    ids = FrozenIds(("speed", "size"), "reward.json")
+    report = run(ScriptedClone(script_says(**{"reward.json": '{"size": 1, "speed": 0.5, "style": 1}'})), task, ids)
+    assert (report.as_bools(), report.unknown) == ({"speed": False, "size": True}, ("style",))
+    report = run(ScriptedClone({**script_says(), "problem": "test.sh did not end within 5 s"}), task, ids)
+    assert {outcome.status for outcome in report.outcomes.values()} == {VerifierStatus.ERROR}
+    assert report.infra_error is None
+    assert "did not end" in report.outcomes["speed"].message
+    report = run(ScriptedClone("first", "second"), task, ids)
+    assert (report.infra_error, report.total) == ("second", 0)
+
+
+def test_a_frozen_list_knows_where_it_came_from():
+    ids = FrozenIds(("b", "a"), "ctrf")
+    again = pickle.loads(pickle.dumps(ids))
+    assert (again, again.source, again.digest) == (("b", "a"), "ctrf", ids_digest(("b", "a")))
+    assert FrozenIds(("a",)).source == "runner"
 
 
 def test_run_keeps_the_frozen_order_and_every_id(task):
@@ -198,6 +277,9 @@ class TestBaseline:
         with_dockerfile(task, "FROM x\nRUN date > now\n")
         answers = [answer(a=status) for status in ("passed", "failed", "failed")]
         assert self.runs(task, *answers, times=5) == (3, [{"a": True}, *[{"a": False}] * 4])
+
+    def test_an_image_by_its_name_needs_a_second_environment_to_agree(self, task):
+        assert self.runs(task, *[answer(a="failed")] * 2, times=3) == (2, [{"a": False}] * 3)
 
     @pytest.mark.parametrize("status", ["error", "missing"])
     def test_a_verifier_that_did_not_decide_is_asked_again(self, task, status):

@@ -169,8 +169,42 @@ def test_an_agent_that_removed_its_tools_is_judged_all_the_same(sandbox, task):
 def test_tests_that_do_not_collect_are_a_task_error(sandbox, tmp_path):
     with pytest.raises(TaskError, match="no_such_module"):
         collect(sandbox, make_task(tmp_path / "a", "import no_such_module\ndef test_x(): pass\n"))
+    bare = make_task(tmp_path / "b", "x = 1\n")
+    (bare.tests_dir / "test.sh").unlink()
     with pytest.raises(TaskError, match="no test found"):
-        collect(sandbox, make_task(tmp_path / "b", "x = 1\n"))
+        collect(sandbox, bare)
+
+
+SCORES = """#!/bin/bash
+[ "$(cat /app/made 2>/dev/null)" = yes ] && made=1 || made=0
+echo "{\\"made\\": $made, \\"tidy\\": 0.5}" > /logs/verifier/reward.json
+"""
+
+
+def test_a_task_whose_script_leaves_scores_has_a_verifier_for_each(sandbox, tmp_path):
+    task = make_task(tmp_path, "x = 1\n")
+    (task.tests_dir / "test.sh").write_text(SCORES)
+    ids = collect(sandbox, task)
+    assert (ids, ids.source) == (("made", "tidy"), "reward.json")
+    assert run(sandbox, task, ids).passed == 0
+    sh(sandbox, "echo yes > made")
+    report = run(sandbox, task, ids)
+    assert (report.as_bools(), report.source) == ({"made": True, "tidy": False}, "reward.json")
+    assert sh(sandbox, "ls -d /logs 2>/dev/null || true") == ""
+
+
+def test_tests_that_import_what_the_agent_writes_are_listed_before_it_is_written(sandbox, tmp_path):
+    task = make_task(tmp_path, "import sys; sys.path.insert(0, '/app')\nimport answer\ndef test_it(): assert answer.value == 42\n")
+    (tmp_path / "solution").mkdir()
+    (tmp_path / "solution" / "solve.sh").write_text("echo 'value = 42' > /app/answer.py\n")
+    ids = collect(sandbox, task)
+    assert (ids, ids.source) == (("test_outputs.py::test_it",), "runner")
+    assert sh(sandbox, "ls -A /app; ls -d /solution 2>/dev/null || true") == ""
+    assert run(sandbox, task, ids).outcomes[ids[0]].status is VerifierStatus.ERROR
+    sh(sandbox, "echo 'value = 41' > answer.py")
+    assert run(sandbox, task, ids).outcomes[ids[0]].status is VerifierStatus.FAILED
+    sh(sandbox, "echo 'value = 42' > answer.py")
+    assert run(sandbox, task, ids).solved
 
 
 def test_a_run_that_is_out_of_time_is_a_verdict_not_an_infra_failure(sandbox, tmp_path):

@@ -16,6 +16,7 @@ from t1_env.protocol import VerifierOutcome, VerifierReport, VerifierStatus
 from t1_env.sandbox.base import CloneResult
 from t1_env.tasks.schema import T1Metadata, TaskConfig
 from t1_env.tasks.task import Task
+from t1_env.verifiers import FrozenIds
 from t1_env.verifiers.verbatim import VerbatimResult, parse_results, run_verbatim, settle
 
 IDS = ("test_outputs.py::test_a", "test_outputs.py::TestB::test_b[x y]", "test_outputs.py::test_c")
@@ -56,6 +57,8 @@ PASSED in a sentence
         ({"reward.json": '{"speed": 1.0, "size": 0.5}', "reward.txt": "1"}, "", "reward.json", [P, F]),
         ({"reward.txt": "1\n"}, "no tests named", "reward.txt", [P]),
         ({"reward.txt": "0"}, "", "reward.txt", [F]),
+        ({"reward.json": '{"speed": NaN}', "reward.txt": "1"}, "", "reward.txt", [P]),
+        ({"reward.json": '{"speed": "1"}', "reward.txt": "0"}, "", "reward.txt", [F]),
         ({"ctrf.json": "{broken", "junit.xml": "<testcase", "reward.json": "[]", "reward.txt": "1"}, "", "reward.txt", [P]),
     ],
 )
@@ -66,7 +69,29 @@ def test_the_best_source_is_read(files, output, source, expected):
 
 def test_nothing_readable_is_no_verdict():
     assert parse_results({"reward.txt": "excellent"}, "hello", IDS) is None
+    assert parse_results({"reward.txt": "inf", "reward.json": '{"speed": Infinity}'}, "hello", IDS) is None
     assert parse_results({}, "", IDS) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "output", "source", "expected"),
+    [
+        ({"ctrf.json": CTRF}, "", "ctrf", {IDS[0]: P, f"tests/{IDS[1]}": F}),
+        ({}, f"PASSED {IDS[0]}\nPASSED {IDS[0]}\nFAILED {IDS[2]}\n", "pytest", {IDS[0]: E, IDS[2]: F}),
+        ({"reward.json": '{"speed": 1.0, "size": 0.5}'}, "", "reward.json", {"speed": P, "size": F}),
+        ({"reward.txt": "0.5"}, "", "reward.txt", {"reward": F}),
+    ],
+)
+def test_without_a_list_whatever_is_reported_is_the_list(files, output, source, expected):
+    parsed = parse_results(files, output, None)
+    assert (parsed.source, {name: outcome.status for name, outcome in parsed.outcomes.items()}) == (source, expected)
+
+
+def test_scores_are_brought_onto_the_frozen_keys():
+    ids = FrozenIds(("speed", "size"), "reward.json")
+    parsed = parse_results({"reward.json": '{"speed": 1, "style": 1}'}, "", ids)
+    assert ({name: outcome.status for name, outcome in parsed.outcomes.items()}, parsed.unknown) == ({"speed": P, "size": M}, ("style",))
+    assert statuses(parse_results({"reward.txt": "1"}, "", ids)) == [M, M]
 
 
 def test_an_id_reported_twice_does_not_pass_and_strangers_are_flagged():
@@ -142,7 +167,9 @@ class LocalClone:
 
     def run_in_clone(self, entry, payload, *, mounts=None, timeout_s=60.0):
         assert entry == "t1_env.verifiers.verbatim_worker:run_script"
-        payload = {**payload, "tests_dir": os.fspath(self.task.tests_dir), "logs_dir": os.fspath(self.logs)}
+        script = next((os.fspath(source) for target, source in (mounts or {}).items() if target == payload["script"]), None)
+        inside = payload["script"].replace("/tests", os.fspath(self.task.tests_dir), 1)
+        payload = {**payload, "tests_dir": os.fspath(self.task.tests_dir), "logs_dir": os.fspath(self.logs), "script": script or inside}
         argv = [sys.executable, "-I", "-S", "-c", WORKER, json.dumps(sys.path), str(Path(t1_env.__file__).parent), json.dumps(payload)]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
         return CloneResult(None, 0.1, done.stderr) if done.returncode else CloneResult(json.loads(done.stdout), 0.1)
@@ -166,7 +193,7 @@ def case(tmp_path):
         (tests / "test.sh").write_text(f"#!/bin/bash\n{text}")
         return run_verbatim(sandbox, task, ids, **kwargs)
 
-    run.app, run.logs, run.task, run.sandbox = app, sandbox.logs, task, sandbox
+    run.app, run.logs, run.task, run.sandbox, run.ids = app, sandbox.logs, task, sandbox, ids
     return run
 
 
@@ -255,6 +282,21 @@ def test_a_script_that_hangs_has_no_verdict(case):
     result = case("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; python3 -c 'import time; time.sleep(60)'", timeout_s=1.0)
     assert result.report is None
     assert "did not end" in result.problem
+
+
+@pytest.mark.parametrize("place", ["tests", "."])
+def test_the_script_of_terminal_bench_1(case, place):
+    script = case.task.path / place / "run-tests.sh"
+    script.write_text(
+        "#!/bin/bash\napt-get install -y curl\ncurl -LsSf https://astral.sh/uv/0.7.13/install.sh | sh\nsource $HOME/.local/bin/env\n"
+        'uv init\nuv add pytest==8.4.1\nuv pip install pytest\necho "$TEST_DIR"\n'
+        f"cd {case.task.tests_dir} && uv run pytest test_outputs.py -rA\n"
+    )
+    case.app.joinpath("home").mkdir()
+    result = run_verbatim(case.sandbox, case.task, case.ids, env={"HOME": os.fspath(case.app / "home")})
+    assert result.problem is None, result
+    assert (result.report.source, statuses(result.report)) == ("pytest", [P, F])
+    assert "/tests" in result.output.splitlines()
 
 
 def test_a_task_without_a_script(case):

@@ -225,6 +225,18 @@ def test_a_file_that_does_not_import_costs_its_own_ids_only(bench):
     assert bench.collect()["errors"]
 
 
+def test_tests_of_the_agents_module_are_listed_behind_the_oracle(bench, zygote):
+    bench.test_file("import sys; sys.path.insert(0, APP)\nimport solution\ndef test_x(): assert solution.ready\n")
+    (bench.tests.parent / "solve.sh").write_text('echo "ready = $READY" > solution.py; exit 3\n')
+    payload = {"tests_dir": str(bench.tests), "workdir": str(bench.app), "timeout_s": 20, "solution_env": {"READY": "True"}}
+    assert bench.collect()["errors"]
+    listing = zygote("collect_solved", {**payload, "solution": str(bench.tests.parent / "solve.sh")})
+    assert listing == {"ids": ["test_outputs.py::test_x"], "errors": []}
+    (bench.tests.parent / "solve.sh").write_text("sleep 60\n")
+    listing = zygote("collect_solved", {**payload, "timeout_s": 0.5, "solution": str(bench.tests.parent / "solve.sh")})
+    assert "did not end" in listing["errors"][0]
+
+
 @pytest.mark.parametrize("source", ["def broken(:", "import os; os._exit(0)", "raise SystemExit(0)", "import pytest; pytest.exit('x')"])
 def test_a_module_that_ends_collection_is_an_error_not_a_pass(bench, source):
     bench.test_file(f"{source}\ndef test_x(): pass")
