@@ -200,6 +200,38 @@ def test_run_does_not_retry_on_a_dead_sandbox(task):
     assert len(sandbox.calls) == 1
 
 
+# ------------------------------------------------------------------------------------------------------------------ confirmed
+def test_a_new_pass_must_be_repeated(task):
+    first, second = answer(a="passed", b="passed", c="failed", d="passed"), answer(a="passed", b="failed", c="passed", d="failed")
+    previous = run(ScriptedClone(answer(a="failed", b="failed", c="failed", d="passed")), task, tuple("abcd"))
+    sandbox = ScriptedClone(first, second)
+    report = run(sandbox, task, tuple("abcd"), confirm=True, previous=previous)
+    assert report.as_bools() == {"a": True, "b": False, "c": False, "d": True}  # d is not new
+    assert (report.flaky, report.outcomes["b"].status, report.seconds) == (("b",), VerifierStatus.ERROR, 0.5)
+    assert [call[1]["ids"] for call in sandbox.calls] == [list("abcd")] * 2  # all: one may need what another leaves
+    assert run(ScriptedClone(first, second), task, tuple("abcd"), confirm=True).flaky == ("b", "d")
+
+
+def test_nothing_new_is_not_repeated(task):
+    previous = run(ScriptedClone(answer(a="passed", b="passed")), task, ("a", "b"))
+    sandbox = ScriptedClone(answer(a="passed", b="failed"))
+    assert run(sandbox, task, ("a", "b"), confirm=True, previous=previous).passed == 1
+    assert run(ScriptedClone(answer(a="passed")), task, ("a",)).passed == 1
+    assert run(ScriptedClone(answer(a="failed")), task, ("a",), confirm=True).flaky == ()
+
+
+def test_a_confirmation_that_the_machinery_fails_is_no_verdict(task):
+    report = run(ScriptedClone(answer(a="passed"), "first", "second"), task, ("a",), confirm=True)
+    assert (report.infra_error, report.total, report.seconds) == ("second", 0, 1.25)
+
+
+def test_scores_are_confirmed_too(task):
+    with_file(task, "tests/test.sh")
+    ids = FrozenIds(("reward",), "reward.txt")
+    report = run(ScriptedClone(script_says(**{"reward.txt": "1"}), script_says(**{"reward.txt": "0"})), task, ids, confirm=True)
+    assert (report.passed, report.flaky) == (0, ("reward",))
+
+
 # ------------------------------------------------------------------------------------------------------ the untouched environment
 def answer(errors=(), **statuses):
     outcomes = {name: [status, 0.1, ""] for name, status in statuses.items()}
