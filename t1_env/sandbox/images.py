@@ -259,9 +259,10 @@ class ImageStore:
             if entry.name.startswith(_PRIVATE):
                 _remove_if_abandoned(entry.path)
         private = tempfile.mkdtemp(dir=home, prefix=_PRIVATE)
-        fd = os.open(f"{private}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(f"{private}/unlocked", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
+            os.rename(f"{private}/unlocked", f"{private}/lock")  # never seen under this name without its lock: that would look abandoned
             yield private
         finally:
             trees.remove_tree(private)
