@@ -12,6 +12,7 @@ import fcntl
 import gc
 import getpass
 import hashlib
+import importlib.util
 import io
 import os
 import shutil
@@ -92,6 +93,20 @@ def outpost(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     yield start
     for box in made:
         box.close()
+
+
+# --- Plain processes ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def process_spawner() -> type[Any]:
+    """The class of a stand-in for a sandbox: a session's processes are plain processes of this machine (tests/env/process_spawner.py)."""
+    spec = importlib.util.spec_from_file_location("process_spawner", Path(__file__).with_name("env") / "process_spawner.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ProcessSpawner  # type: ignore[no-any-return]
 
 
 # --- Docker ------------------------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class BashEngine:
         self._text = TextFilter(keep_ansi=self._config.keep_ansi)
         self._kept = HeadTail(self._config.max_output_bytes)
         self._screen = TerminalScreen(*self._size)
-        self._log = OutputLog(config.log_bytes)
+        self._log = OutputLog(0)
         self._log_start = 0  # of the step that comes next
         self._dialect = dialect_for(config.shell)
         self._started = False
@@ -70,7 +70,11 @@ class BashEngine:
         if self._started:
             raise ShellError("the session is already started: close it first")
         self._log = OutputLog(self._config.log_bytes)
-        self._driver = self._open(cwd=self._config.cwd, exports=b"")
+        try:
+            self._driver = self._open(cwd=self._config.cwd, exports=b"")
+        except BaseException:
+            self._log.close()
+            raise
         self._log_start = self._log.size
         self._started = True
         self._state = ShellState.IDLE

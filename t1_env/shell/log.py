@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import weakref
@@ -11,7 +12,7 @@ from t1_env.errors import ShellError
 
 
 class OutputLog:
-    """A ring on disk. Appending costs O(new bytes); the file is made with the first byte and is gone with its owner, however that ends.
+    """A ring on disk. Appending costs O(new bytes); the file grows as needed and is gone with its owner, however that ends.
 
     Args:
         capacity_bytes: How much is kept; 0 keeps nothing and only counts.
@@ -24,6 +25,9 @@ class OutputLog:
         self._trouble = ""
         self.start = 0
         self.size = 0
+        if capacity_bytes:
+            with contextlib.suppress(OSError):  # a full disk: tried again with the first bytes
+                self._open()
 
     def append(self, data: bytes) -> None:
         """Add bytes at the end. A disk that is full costs the log its past, never the session its step."""
@@ -81,10 +85,13 @@ class OutputLog:
         self._fd = -1
         self.start = self.size
 
+    def _open(self) -> None:
+        self._fd = _nameless_file()
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
+
     def _write(self, data: memoryview, offset: int) -> None:
         if self._fd < 0:
-            self._fd = _nameless_file()
-            self._finalizer = weakref.finalize(self, os.close, self._fd)
+            self._open()
         while data:
             position = offset % self._capacity
             written = os.pwrite(self._fd, data[: self._capacity - position], position)

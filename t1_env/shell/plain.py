@@ -63,7 +63,8 @@ class PosixDialect:
     _special: str = ""
     _by: str = "command"
     _read: str = f". {_TEXT}"
-    _prepare: str = "unset ENV"
+    # without a line editor, where it has one: that would show what the session types
+    _prepare: str = "unset ENV\n(set +o emacs) 2>|/dev/null && set +o emacs\n(set +o vi) 2>|/dev/null && set +o vi"
     _around: tuple[str, str] = ("", "")
     _prompt: str = """PS1='$(__t1_prompt 2>|/dev/null)'"""  # prints nothing, tells the status channel that the shell is at its prompt
 

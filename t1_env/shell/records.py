@@ -61,6 +61,7 @@ _STATUS: Final = re.compile(
     re.DOTALL,
 )
 _LEFT: Final = re.compile(rb"X(?P<cwd>[^\0]*)\.\Z")
+_END: Final = b"\0\0"
 _MAX_RECORD: Final = 4 << 20
 
 
@@ -68,13 +69,22 @@ class RecordReader:
     """Cuts the bytes of the status descriptor into records; tolerates junk written there by the agent's own shell code."""
 
     def __init__(self) -> None:
-        self._pending = b""
+        self._pending = bytearray()
+        self._searched = 0
 
     def feed(self, data: bytes) -> list[Record]:
         """Take what was read, return the records it completes."""
-        *complete, self._pending = (self._pending + data).split(b"\0\0")
-        self._pending = self._pending[-_MAX_RECORD:]
-        return [record for chunk in complete if (record := _parse(chunk)) is not None]
+        self._pending += data
+        records: list[Record] = []
+        begin = 0
+        while (end := self._pending.find(_END, max(begin, self._searched))) >= 0:
+            record = _parse(bytes(self._pending[begin:end]))
+            if record is not None:
+                records.append(record)
+            begin = self._searched = end + len(_END)
+        del self._pending[: max(begin, len(self._pending) - _MAX_RECORD)]
+        self._searched = max(0, len(self._pending) - 1)  # the last byte may be half of an end
+        return records
 
 
 def _parse(chunk: bytes) -> Record | None:

@@ -62,6 +62,8 @@ _ESCAPES: Final = {
     "c": "reset",
 }
 _MAX_REPEAT: Final = 1000
+_MAX_SAVED: Final = 16
+"""Cursors that were saved and not restored; pyte keeps them all."""
 
 
 class TerminalScreen:
@@ -189,6 +191,7 @@ class TerminalScreen:
             self._csi(sequence[2:-1], sequence[-1])
         elif len(sequence) == 2 and (name := _ESCAPES.get(sequence[1])):
             getattr(self._screen, name)()
+            del self._screen.savepoints[:-_MAX_SAVED]
         elif sequence == "\x1b#8":
             self._screen.alignment_display()
 
@@ -206,6 +209,7 @@ class TerminalScreen:
             self._stream.feed(self._last_drawn * min(max(1, numbers[0]), _MAX_REPEAT))
         elif final == "s":
             self._screen.save_cursor()
+            del self._screen.savepoints[:-_MAX_SAVED]
         elif final == "u":
             self._screen.restore_cursor()
         elif final in "ST":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -128,8 +129,11 @@ class Terminal:
 
     def count_running(self, marker: str) -> int:
         """How many processes in the sandbox have the marker in their command line."""
-        found = self.run(f"grep -asl '{marker[:-1]}[{marker[-1]}]' /proc/[0-9]*/cmdline | wc -l")
-        return int(found.output)
+        found = self.run(f"echo count=$(grep -asl '{marker[:-1]}[{marker[-1]}]' /proc/[0-9]*/cmdline | wc -l)")
+        match = re.search(r"count=(\d+)$", found.output, re.MULTILINE)  # a shell may have news of its jobs, too
+        if match is None:
+            self.fail("processes could not be counted")
+        return int(match[1])
 
     def await_running(self, marker: str, count: int) -> None:
         """Check that so many processes with the marker in their command line run, once a busy machine has started them."""

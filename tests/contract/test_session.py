@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,14 +32,9 @@ BACKENDS = [
 
 def _process(request: pytest.FixtureRequest) -> Callable[[SandboxSpec], Any]:
     """Plain processes of this machine: what a session does by itself, without a sandbox."""
-    path = Path(__file__).parents[1] / "env" / "process_spawner.py"
-    spec = importlib.util.spec_from_file_location("process_spawner", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    spawner = request.getfixturevalue("process_spawner")
     workdir = request.getfixturevalue("tmp_path_factory").mktemp("work")
-    return lambda _: module.ProcessSpawner(workdir)
+    return lambda _: spawner(workdir)
 
 
 def _local(request: pytest.FixtureRequest) -> Callable[[SandboxSpec], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import subprocess
@@ -23,14 +22,8 @@ WAITING, RUNNING = ShellState.WAITING_FOR_INPUT, ShellState.RUNNING
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    path = Path(__file__).with_name("process_spawner.py")
-    spec = importlib.util.spec_from_file_location("process_spawner", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    spawner = module.ProcessSpawner(tmp_path)
+def session(process_spawner: type[Any], tmp_path: Path) -> Iterator[Session]:
+    spawner = process_spawner(tmp_path)
     with Session(spawner, CONFIG) as session:
         yield session
     spawner.close()
