@@ -64,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="let a scripted agent play a task and print the reward of each step")
     run.add_argument("--agent", choices=("oracle", "noop"), default="oracle", help="the task's own solution, or nothing (default: oracle)")
     _add_episode_arguments(run)
+    _add_audit(commands)
     _add_bench(commands)
     _add_images(commands)
     parser.commands = tuple(commands.choices)
@@ -162,6 +163,28 @@ _BENCH_HELP = """Measure this machine: a table of figures, targets, and the floo
 take turns with T1, so ratios hold on a busy machine; absolute figures need a quiet one. docs/benchmarks.md explains each figure."""
 
 
+def _add_audit(commands: Any) -> None:
+    audit = commands.add_parser("audit", help="play attacks on the reward of tasks: nothing may be gained", description=_AUDIT_HELP)
+    audit.add_argument(
+        "tasks", nargs="*", metavar="TASK", help="ids, globs, directories, families or audit/NAME (default: all that is shipped)"
+    )
+    audit.add_argument("--attack", action="append", metavar="NAME", help="only attacks that match this id or glob, may be repeated")
+    audit.add_argument("--class", action="append", dest="threat", metavar="NAME", help="only attacks of this class, may be repeated")
+    audit.add_argument("--list", action="store_true", help="print the attacks with their sources, and play nothing")
+    audit.add_argument("--naive", action="store_true", help="also play each attack against a naive verifier in the agent's own sandbox")
+    audit.add_argument(
+        "--random", type=_non_negative_int, default=20, metavar="N", help="episodes of random commands on each task (default: 20; 0: none)"
+    )
+    audit.add_argument("--jobs", type=_positive_int, default=1, metavar="N", help="episodes at the same time (default: 1)")
+    audit.add_argument("--sandbox", default="local", metavar="NAME", help="sandbox backend (default: local)")
+    audit.add_argument("--json", default=None, metavar="FILE", help="write the report as JSON")
+    audit.add_argument("--markdown", default=None, metavar="FILE", help="write the report as Markdown, every cell included")
+
+
+_AUDIT_HELP = """Play scripted attacks on tasks through the ordinary environment. Exits with status 1 if any was paid for a verifier, went
+unnoticed where it must not, or could not be played. docs/audit.md explains classes and columns."""
+
+
 def _add_episode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", metavar="TASK", help="id, directory or family, e.g. seeds/hello-file")
     parser.add_argument("--seed", type=_non_negative_int, default=0, metavar="N", help="seed of the reset (default: 0)")
@@ -208,6 +231,10 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         return check_command(
             arguments.ids, jobs=arguments.jobs, instances=arguments.instances, sandbox=arguments.sandbox, slips=arguments.slips
         )
+    if arguments.command == "audit":
+        from t1_env.cli.audit import audit_command
+
+        return audit_command(arguments)
     if arguments.command == "bench":
         from t1_env.cli.bench import bench_command
 
