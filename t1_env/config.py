@@ -35,6 +35,7 @@ class EnvConfig:
         verify: When verifiers run: after a step that changed the filesystem (``"change"``), after every step (``"step"``), once at the
             end of the episode (``"end"``), or after every n-th step and at the end (a number).
         verify_async: Whether a step returns while its verifiers still run; the next step waits for them and carries the reward.
+        confirm: Whether a verifier that newly passes must pass a second time to count.
         verbatim: Whether the task's own ``test.sh`` is run at the end of the episode and must agree with the verifiers.
         render_mode: None, ``"ansi"`` or ``"human"``.
         timing: Whether ``info["_timing"]`` is filled.
@@ -57,6 +58,7 @@ class EnvConfig:
     cols: int = 80
     verify: str | int = "change"
     verify_async: bool = False
+    confirm: bool = False
     verbatim: bool = True
     render_mode: str | None = None
     timing: bool = True
@@ -79,7 +81,7 @@ class EnvConfig:
             _require_int("verify", self.verify, 1, 2**31 - 1)
         else:
             _require_choice("verify", self.verify, VERIFY_MODES, "a number of steps")
-        for name in ("verify_async", "verbatim"):
+        for name in ("verify_async", "confirm", "verbatim"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.render_mode is not None:

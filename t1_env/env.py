@@ -138,6 +138,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
     | `rows`, `cols` | `24`, `80` | Size of the terminal |
     | `verify` | `"change"` | When verifiers run: after steps that changed the filesystem, `"step"`, `"end"`, or every so many steps |
     | `verify_async` | `False` | Whether a step returns while its verifiers still run; see Late Rewards |
+    | `confirm` | `False` | Whether the verifiers run a second time when one newly passes: what does not pass again does not count |
     | `verbatim` | `True` | Whether the task's own `test.sh` is run at the end of an episode; if it disagrees, the lower count is paid |
     | `render_mode` | `None` | `"ansi"`: `render()` returns the screen; `"human"`: every step is printed |
     | `timing` | `True` | Whether `info["_timing"]` is filled |
@@ -200,6 +201,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         cols: int = 80,
         verify: str | int = "change",
         verify_async: bool = False,
+        confirm: bool = False,
         verbatim: bool = True,
         render_mode: str | None = None,
         timing: bool = True,
@@ -220,6 +222,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
             cols=cols,
             verify=verify,
             verify_async=verify_async,
+            confirm=confirm,
             verbatim=verbatim,
             render_mode=render_mode,
             timing=timing,
@@ -291,7 +294,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
 
     def _start(self, task: Task) -> VerifierReport:
         for attempt in range(self.config.retries + 1):
-            machine = Machine(task, self._factory, self._shell_config(), verify_retries=self.config.retries)
+            machine = Machine(task, self._factory, self._shell_config(), verify_retries=self.config.retries, confirm=self.config.confirm)
             try:
                 baseline = machine.start(self._watch)
             except (SandboxUnavailable, ImageBuildError):
@@ -444,7 +447,7 @@ class TerminalEnv(gym.Env[Observation, Action]):
         """Run the verifiers, or begin to, if the configuration asks for it now; ``SandboxDied`` if there is no sandbox."""
         if self._shell[0] is ShellState.SANDBOX_DEAD or not machine.sandbox.alive:
             raise SandboxDied("the sandbox ended during this step")
-        if not self._schedule.is_due(turn, last=last):
+        if not (last if machine.verifies_at_the_end_only else self._schedule.is_due(turn, last=last)):
             return
         changed = machine.changed(self._watch)
         if changed:
@@ -452,9 +455,9 @@ class TerminalEnv(gym.Env[Observation, Action]):
         elif not self._schedule.unchanged_too:
             return
         if self.config.verify_async and not last:
-            self._pending = machine.verify_later(self._watch)
+            self._pending = machine.verify_later(self._watch, self._report)
         else:
-            self._report = machine.verify(self._watch)
+            self._report = machine.verify(self._watch, self._report)
 
     def _settle(self, machine: Machine) -> dict[str, str]:
         """Let the task's ``test.sh`` speak at the end: the report becomes what is to be paid. Returns ``info["verbatim"]``."""

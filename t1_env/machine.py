@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol, TypedDict, runtime_checkable
 
+from t1_env.declared import SOURCE as DECLARED
+from t1_env.declared import DeclaredPath, PristineSandbox, can_be_cloned, declared_paths, fetch, pristine
 from t1_env.errors import ShellError, VerifierError
 from t1_env.protocol import VerifierReport
 from t1_env.sandbox.base import BuiltEnvironment, ImageSource, ReportsIncidents, Sandbox, SandboxSpec
@@ -24,6 +27,13 @@ DEFAULT_STORAGE_MB: Final = 1024
 DEFAULT_MEMORY_MB: Final = 2048
 MAX_STORAGE_MB: Final = 4096
 """What the sandbox writes lives in memory, so a task that asks for ten gigabytes of disk gets this much."""
+
+
+class Surroundings(TypedDict):
+    """What verifiers and test script find around them."""
+
+    env: Mapping[str, str]
+    workdir: str
 
 
 class SandboxFactory(Protocol):
@@ -107,9 +117,10 @@ class Machine:
         factory: Makes the sandbox.
         shell: Configuration of the shell.
         verify_retries: How often a verification that failed as infrastructure is tried again.
+        confirm: Whether a verifier that newly passes must pass twice.
     """
 
-    def __init__(self, task: Task, factory: SandboxFactory, shell: ShellConfig, *, verify_retries: int) -> None:
+    def __init__(self, task: Task, factory: SandboxFactory, shell: ShellConfig, *, verify_retries: int, confirm: bool = False) -> None:
         self.task = task
         self.sandbox = factory(sandbox_spec(task))
         self.verifier_ids: tuple[str, ...] = ()
@@ -117,10 +128,14 @@ class Machine:
         self._shell_config = shell
         self._session: Session | None = None
         self._verify_retries = verify_retries
+        self._confirm = confirm
         self._verified_generation: str | None = None
         self._built = BuiltEnvironment()
         self._built_system: dict[str, str] = {}
         self._pending: PendingVerification | None = None
+        self._declared: tuple[DeclaredPath, ...] | None = None
+        self._copy: PristineSandbox | None = None
+        self._problems: tuple[str, ...] = ()
 
     @property
     def workdir(self) -> str:
@@ -145,6 +160,7 @@ class Machine:
 
         Raises:
             SandboxError: The sandbox could not be started or built.
+            SandboxUnavailable: It has no verification clones, and the task declares no paths that could be verified without.
             TaskError: The verifiers cannot be collected.
             VerifierError: The machinery failed while they ran.
             ShellError: The shell could not be started.
@@ -152,13 +168,13 @@ class Machine:
         with watch.phase("sandbox"):
             self.sandbox.start()
             self._built = self.sandbox.built
+        if not can_be_cloned(self.sandbox):
+            self._declared = declared_paths(self.task, self.workdir)
         with watch.phase("fingerprint"):
             self._built_system = self._system_changes()
-            self._verified_generation = self.sandbox.generation()
+            self._verified_generation = self.sandbox.generation() if self._declared is None else None
         with watch.phase("verify"):
-            self.verifier_ids, report = baseline(
-                self.sandbox, self.task, backend=self._backend, retries=self._verify_retries, env=self._built.env, workdir=self.workdir
-            )
+            self.verifier_ids, report = self._baseline()
         if report.infra_error is not None:
             raise VerifierError(f"the verifiers of {self.task.id} could not be run on its untouched environment: {report.infra_error}")
         with watch.phase("shell"):
@@ -166,21 +182,49 @@ class Machine:
             self._session.start()
         return report
 
-    def verify(self, watch: Stopwatch) -> VerifierReport:
+    @property
+    def verifies_at_the_end_only(self) -> bool:
+        """Whether there are no clones: then only declared paths can be verified, elsewhere, when the episode is over."""
+        return self._declared is not None
+
+    def _baseline(self) -> tuple[tuple[str, ...], VerifierReport]:
+        if self._declared is None:
+            return baseline(self.sandbox, self.task, backend=self._backend, retries=self._verify_retries, **self._surroundings(self._built))
+        with pristine(PristineSandbox(sandbox_spec(self.task))) as untouched:
+            ids, report = baseline(
+                untouched, self.task, backend="local", retries=self._verify_retries, **self._surroundings(untouched.built)
+            )
+        return ids, replace(report, source=DECLARED)
+
+    def _surroundings(self, built: BuiltEnvironment) -> Surroundings:
+        return {"env": built.env, "workdir": self.task.config.environment.workdir or built.workdir or self.task.workdir}
+
+    def _judged(self) -> tuple[Sandbox, Surroundings]:
+        """The sandbox in whose clone verifiers run: the agent's, or a fresh one that has what the agent delivered."""
+        if self._declared is None:
+            return self.sandbox, self._surroundings(self._built)
+        if self._copy is None:
+            self._copy = PristineSandbox(sandbox_spec(self.task))
+            self._copy.start()
+            self._problems = fetch(self.sandbox, self._declared, self._copy)
+        return self._copy, self._surroundings(self._copy.built)
+
+    def verify(self, watch: Stopwatch, previous: VerifierReport | None = None) -> VerifierReport:
         """Run the verifiers in a clone of the sandbox as it stands.
 
         Args:
             watch: Counts the seconds.
+            previous: The last report; what passes in it needs no confirmation.
 
         Returns:
             The report; ``infra_error`` is set when the machinery failed.
         """
         with watch.phase("fingerprint"):
-            generation = self.sandbox.generation()
+            generation = self.sandbox.generation() if self._declared is None else None
         with watch.phase("verify"):
-            return self._run(generation)
+            return self._run(generation, previous)
 
-    def verify_later(self, watch: Stopwatch) -> PendingVerification:
+    def verify_later(self, watch: Stopwatch, previous: VerifierReport | None = None) -> PendingVerification:
         """Begin to run the verifiers in a clone of the sandbox as it stands.
 
         The clone stands on the files of the agent, so its processes are let go only when the verifiers are done: nothing may be asked of
@@ -188,17 +232,29 @@ class Machine:
 
         Args:
             watch: Counts the seconds until this returns.
+            previous: As for `verify`.
 
         Returns:
             What to wait for; the report is as that of `verify`.
         """
         with watch.phase("fingerprint"):
             generation = self.sandbox.generation()
-        self._pending = PendingVerification(lambda: self._run(generation))
+        self._pending = PendingVerification(lambda: self._run(generation, previous))
         return self._pending
 
-    def _run(self, generation: str) -> VerifierReport:
-        report = run(self.sandbox, self.task, self.verifier_ids, retries=self._verify_retries, env=self._built.env, workdir=self.workdir)
+    def _run(self, generation: str | None, previous: VerifierReport | None) -> VerifierReport:
+        sandbox, surroundings = self._judged()
+        report = run(
+            sandbox,
+            self.task,
+            self.verifier_ids,
+            retries=self._verify_retries,
+            confirm=self._confirm,
+            previous=previous,
+            **surroundings,
+        )
+        if self._declared is not None:
+            report = replace(report, source=DECLARED)
         # Taken before the run: what a background process wrote meanwhile is seen as a change at the next step.
         self._verified_generation = generation if report.infra_error is None else None
         return report
@@ -217,12 +273,13 @@ class Machine:
             SandboxDied: The sandbox is gone.
         """
         with watch.phase("verbatim"):
-            opinion = run_verbatim(
-                self.sandbox, self.task, self.verifier_ids, retries=self._verify_retries, env=self._built.env, workdir=self.workdir
-            )
+            sandbox, surroundings = self._judged()
+            opinion = run_verbatim(sandbox, self.task, self.verifier_ids, retries=self._verify_retries, **surroundings)
         settled = settle(fast, opinion)
-        if settled.agrees is False and self.changed(watch):  # something wrote in between: compare with what the script saw
-            again = self.verify(watch)
+        if (
+            settled.agrees is False and self._declared is None and self.changed(watch)
+        ):  # something wrote in between: compare with what the script saw
+            again = self.verify(watch, fast)
             if again.infra_error is None:
                 settled = settle(again, opinion)
         return settled
@@ -233,6 +290,8 @@ class Machine:
         Args:
             watch: Counts the seconds.
         """
+        if self._declared is not None:
+            return self._copy is None
         with watch.phase("fingerprint"):
             return self.sandbox.generation() != self._verified_generation
 
@@ -248,8 +307,8 @@ class Machine:
 
     @property
     def incidents(self) -> tuple[str, ...]:
-        """What befell the connection to the sandbox; empty where there is none to lose."""
-        return self.sandbox.incidents if isinstance(self.sandbox, ReportsIncidents) else ()
+        """What befell the connection to the sandbox, and what could not be fetched from it."""
+        return (*(self.sandbox.incidents if isinstance(self.sandbox, ReportsIncidents) else ()), *self._problems)
 
     def _shell_env(self) -> dict[str, str]:
         """The image's variables under those of the task, as a container's win over its image's; both over the shell's defaults."""
@@ -268,3 +327,5 @@ class Machine:
                 session.close()
         finally:
             self.sandbox.close()
+            if self._copy is not None:
+                self._copy.close()

@@ -136,7 +136,8 @@ class VerifierReport:
 
     Args:
         outcomes: Verifier id -> outcome, in the frozen order. Every frozen id is present.
-        source: Where the verdicts came from (``"runner"``, ``"ctrf"``, ``"junit"``, ``"pytest"``, ``"reward.json"``, ``"reward.txt"``).
+        source: Where the verdicts came from (``"runner"``, ``"ctrf"``, ``"junit"``, ``"pytest"``, ``"reward.json"``, ``"reward.txt"``), or
+            ``"declared"``: from the runner, on the paths that the task declares alone, because the sandbox has no verification clones.
         seconds: Wall time of the whole run, clone included.
         unknown: Ids that were reported but are not in the frozen list; ignored in the count, kept as a flag.
         tainted: Ids that passed in a process that had loaded code of the agent: they count, and are worth a look.

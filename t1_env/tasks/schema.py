@@ -234,6 +234,8 @@ class T1Metadata(_Table):
         split: ``train``, ``dev`` or ``test``; follows from the seed.
         category: What kind of work it is, for example ``logs``.
         requires: Programs that must be present in the sandbox.
+        artifacts: Files and directories that are what the task asks for, relative to the working directory or absolute. Where a sandbox
+            has no verification clones, only these are verified.
         verifier_class: What the verifiers look at: the files left behind, or how programs left behind behave.
     """
 
@@ -243,6 +245,7 @@ class T1Metadata(_Table):
     split: Split | None = None
     category: str | None = None
     requires: tuple[str, ...] = ()
+    artifacts: tuple[str, ...] = ()
     verifier_class: Literal["final-state", "behaviour"] = "final-state"
 
 

@@ -57,8 +57,9 @@ class ScriptedMachine:
     cwd = "/app"
 
     incidents = ()
+    verifies_at_the_end_only = False
 
-    def __init__(self, task: Any, factory: Any, shell: Any, *, verify_retries: int) -> None:
+    def __init__(self, task: Any, factory: Any, shell: Any, *, verify_retries: int, confirm: bool) -> None:
         self.task, self.closed = task, False
         self.sandbox = SimpleNamespace(isolation="namespaces", alive=True)
         self.session = self
@@ -80,7 +81,7 @@ class ScriptedMachine:
         self.script.calls.append(("keys", text, wait_s))
         return self.script.act(text)
 
-    def verify(self, watch: Stopwatch) -> VerifierReport:
+    def verify(self, watch: Stopwatch, previous: VerifierReport) -> VerifierReport:
         self.script.verifications += 1
         with watch.phase("verify"):
             return report(self.script.passed, infra_error=self.script.verify_error)

@@ -85,7 +85,8 @@ class SshSandbox(RemoteSandbox):
         if self.config.isolation == "auto":
             warnings.warn(
                 f"the SSH sandbox at {self._place.address} has NO ISOLATION: commands run as this login, in the server's own files, "
-                f"without limits, and nothing can be verified there. The server refuses namespaces: {self.mode_reason}",
+                "without limits, and only the paths that a task declares can be verified, elsewhere, at the end of an episode. "
+                f"The server refuses namespaces: {self.mode_reason}",
                 stacklevel=3,
             )
 
