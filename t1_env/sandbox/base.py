@@ -94,6 +94,27 @@ class ExecResult:
 
 
 @dataclass(frozen=True, slots=True)
+class CloneView:
+    """How a verification clone sees the sandbox, where it is not simply as the agent left it.
+
+    Args:
+        restored: Whether files of the base system that the agent changed, removed or shadowed are there as they were. In either case the
+            result names them (``CloneResult.masked``).
+        search_path: Directories of ``PATH``, in order: a new program that hides one of the base system further on is a shadow.
+        home: Home directory of the verifiers' user, whose Python start-up files count as shadows.
+        writable: Paths that the agent may change, with what lies below them: never restored.
+        live: Whether the clone joins the agent's network namespace and the agent's processes run on, so that its servers answer. The files
+            are a copy, taken while nothing moved.
+    """
+
+    restored: bool = False
+    search_path: tuple[str, ...] = ()
+    home: str = "/root"
+    writable: tuple[str, ...] = ()
+    live: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CloneResult:
     """Outcome of ``Sandbox.run_in_clone``.
 
@@ -101,11 +122,13 @@ class CloneResult:
         payload: What the entry function returned, as JSON-compatible data; None when ``error`` is set.
         seconds: Wall time, freeze to thaw.
         error: Machinery failure (clone could not be made, the function raised or ran out of time), else None.
+        masked: Files of the base system that the agent changed, removed or shadowed, sorted; only looked for if a ``CloneView`` was given.
     """
 
     payload: Any
     seconds: float
     error: str | None = None
+    masked: tuple[str, ...] = ()
 
 
 class SandboxProcess(Protocol):
@@ -134,7 +157,7 @@ class Sandbox(Protocol):
     """``"namespaces"``, ``"container"``, ``"remote"`` or ``"none"``."""
     capabilities: frozenset[str]
     """Of ``{"clone", "fork", "freeze", "memory_limit", "process_limit", "storage_limit", "cpu_limit", "network_off",
-    "syscall_filter"}``."""
+    "syscall_filter", "views", "live"}``; with either of the last two ``run_in_clone`` takes a ``view``, restored or live."""
 
     def start(self) -> None:
         """Create it, with ``SandboxSpec.image`` in it.
@@ -193,7 +216,15 @@ class Sandbox(Protocol):
     def generation(self) -> str:
         """A fingerprint of everything the sandbox's processes wrote: equal fingerprints mean the filesystem did not change."""
 
-    def run_in_clone(self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0) -> CloneResult:
+    def run_in_clone(
+        self,
+        entry: str,
+        payload: Any,
+        *,
+        mounts: Mapping[str, Path] | None = None,
+        timeout_s: float = 60.0,
+        view: CloneView | None = None,
+    ) -> CloneResult:
         """Freeze the sandbox, run a trusted Python function in a copy-on-write clone of its filesystem, discard the clone, thaw.
 
         The function runs in fresh mount, pid, network, ipc and uts namespaces, in a process forked from a warm interpreter.
@@ -203,6 +234,7 @@ class Sandbox(Protocol):
             payload: JSON-compatible argument.
             mounts: Absolute path in the clone -> host path, mounted read-only there and nowhere else.
             timeout_s: Everything in the clone is killed after this.
+            view: How the clone sees the sandbox; only where the capabilities say so.
         """
 
     def fork(self) -> Sandbox:

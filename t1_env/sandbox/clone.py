@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from t1_env.sandbox import limits, rootfs, seccomp, stacking, syscalls
+from t1_env.sandbox import clone_root, limits, rootfs, seccomp, stacking, syscalls
+from t1_env.sandbox.masking import Masks
 
 if TYPE_CHECKING:
     from _typeshed.importlib import PathEntryFinderProtocol as PathEntryFinder
@@ -68,6 +69,9 @@ class CloneRequest:
         limits: Bounds.
         memory_is_bounded: Whether a cgroup bounds memory.
         processes_are_bounded: Whether a cgroup bounds the number of processes.
+        masks: What the agent did to the base system; None if nobody looked.
+        restored: Whether that is taken back.
+        network_fd: The agent's network namespace, for a clone beside which it goes on; -1 for a clone with a network of its own.
     """
 
     entry: str
@@ -80,6 +84,14 @@ class CloneRequest:
     limits: limits.Limits
     memory_is_bounded: bool
     processes_are_bounded: bool
+    masks: Masks | None = None
+    restored: bool = False
+    network_fd: int = -1
+
+    @property
+    def live(self) -> bool:
+        """Whether the agent goes on beside it."""
+        return self.network_fd >= 0
 
 
 def import_warm(name: str) -> ModuleType:
@@ -107,13 +119,18 @@ def resolve_entry(entry: str) -> Callable[[Any], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def run_clone(request: CloneRequest, template: rootfs.Template, interpreter: Interpreter, result_fd: int) -> NoReturn:
-    """Set the clone up as its pid 1, call the function, write its result as JSON to ``result_fd`` and end; never returns."""
+def run_clone(
+    request: CloneRequest, template: rootfs.Template, interpreter: Interpreter, result_fd: int, ready_fd: int | None = None
+) -> NoReturn:
+    """Set the clone up as its pid 1, call the function, write its result as JSON to ``result_fd`` and end; never returns.
+
+    ``ready_fd`` is closed as soon as the clone does not need the agent's files any more.
+    """
     result: dict[str, Any]
     try:
-        syscalls.close_all_except([result_fd])
+        syscalls.close_all_except([fd for fd in (result_fd, ready_fd, request.network_fd) if fd is not None and fd >= 0])
         syscalls.set_process_name("t1-verifier")
-        _enter(request, template, interpreter)
+        _enter(request, template, interpreter, ready_fd)
         result = {"payload": resolve_entry(request.entry)(request.payload)}
         data = json.dumps(result).encode("ascii")
     except BaseException as error:  # noqa: BLE001  (whatever the function raises, SystemExit included, is its caller's to hear of)
@@ -128,12 +145,16 @@ def run_clone(request: CloneRequest, template: rootfs.Template, interpreter: Int
         os._exit(0)
 
 
-def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interpreter) -> None:
+def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interpreter, ready_fd: int | None) -> None:
     root = template.clone_root
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     if not request.processes_are_bounded:
         limits.bound_pid_namespace(request.limits.max_processes)
-    stacking.build_clone_root(template, request.stack, storage_mb=request.limits.storage_mb)
+    clone_root.build_clone_root(
+        template, request.stack, storage_mb=request.limits.storage_mb, masks=request.masks, restored=request.restored, copied=request.live
+    )
+    if ready_fd is not None:
+        os.close(ready_fd)
     rootfs.mount_kernel_filesystems(root)
     _mount_library(root, interpreter)
     for target, source in request.mounts.items():
@@ -142,7 +163,11 @@ def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interp
     syscalls.enter_root(root)
     _relocate_interpreter(interpreter)
     syscalls.set_hostname(request.hostname)
-    syscalls.bring_loopback_up()
+    if request.live:
+        syscalls.setns(request.network_fd, syscalls.CLONE_NEWNET)
+        os.close(request.network_fd)
+    else:
+        syscalls.bring_loopback_up()
     doubled = limits.Limits(
         memory_mb=request.limits.memory_mb,
         storage_mb=request.limits.storage_mb,

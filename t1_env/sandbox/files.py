@@ -18,11 +18,13 @@ from collections.abc import Iterable
 from typing import Final
 
 from t1_env.sandbox import syscalls
-from t1_env.sandbox.trees import OPAQUE
+from t1_env.sandbox.trees import is_opaque
 
 _RECORD: Final = struct.Struct("=QIIIQqqQQ")
 _COPY_CHUNK_BYTES: Final = 1 << 20
-_LONG_PATH: Final = 3500  # with one more name of 255 bytes still shorter than the 4096 that a path may have
+LONG_PATH: Final = 3500
+"""With one more name of 255 bytes still shorter than the 4096 that a path may have."""
+
 _CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; the clock of file timestamps, not named by the time module
 # From 6.13 the kernel gives a changed file a timestamp later than any that was read before; older ones tick every few milliseconds.
 _FINE_TIMESTAMPS: Final = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit()) >= (6, 13)
@@ -206,7 +208,7 @@ def changed_files(written: str, lowers: Iterable[str], prefix: str, *, only: fro
     pending = [""]
     while pending:
         relative = pending.pop()
-        if len(relative) > _LONG_PATH:
+        if len(relative) > LONG_PATH:
             continue  # no base system is that deep
         try:
             with os.scandir(f"{written}{relative}") as entries:
@@ -219,20 +221,13 @@ def changed_files(written: str, lowers: Iterable[str], prefix: str, *, only: fro
                 continue
             if entry.is_dir(follow_symlinks=False):
                 pending.append(path)
-                if not _is_opaque(entry.path):
+                if not is_opaque(entry.path):
                     continue
             if any(os.path.lexists(f"{lower}{path}") for lower in lowers):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     found[f"{prefix}{path}"] = f"{status.st_ino}-{status.st_ctime_ns}"
     return found
-
-
-def _is_opaque(directory: str) -> bool:
-    try:
-        return os.getxattr(directory, OPAQUE, follow_symlinks=False) == b"y"
-    except OSError:
-        return False  # no such attribute, which is how most directories are
 
 
 class _Anchor:
@@ -254,7 +249,7 @@ def _scan(directories: Iterable[str]) -> tuple[str, int]:
     while pending:
         directory, anchor = pending.pop()
         try:
-            if len(directory) > _LONG_PATH:
+            if len(directory) > LONG_PATH:
                 anchor = _Anchor(directory)
                 directory = anchor.path
             # Which directory this is says its inode number, and its parent's listing says where that belongs.

@@ -18,7 +18,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from t1_env.sandbox import accounts, archives, clone, files, limits, namespaces, rootfs, seccomp, stacking, syscalls, wire
+from t1_env.sandbox import (
+    accounts,
+    archives,
+    clone,
+    clone_root,
+    files,
+    limits,
+    masking,
+    namespaces,
+    rootfs,
+    seccomp,
+    stacking,
+    syscalls,
+    wire,
+)
+from t1_env.sandbox.base import CloneView
 from t1_env.sandbox.init import InitConfig, run_init
 
 BASE_ENV: Final[Mapping[str, str]] = {
@@ -91,6 +106,7 @@ class Keeper:
         self._init_pid = 0
         self._init_sock: socket.socket | None = None
         self._root_fd = -1
+        self._network_fd = -1
 
     def start(self) -> None:
         """Assemble the root, start pid 1 and report to the host.
@@ -119,7 +135,17 @@ class Keeper:
         if verdict != b"ok":
             code, _, text = report.decode("utf-8", "replace").partition(" ")
             raise OSError(int(code or 0), text or "pid 1 ended at once", "pid 1 of the sandbox")
-        capabilities = {"clone", "fork", "freeze", "storage_limit", "network_off", *self._cgroup.capabilities, *gained.decode().split()}
+        (self._network_fd,) = wire.receive(self._init_sock)[1]
+        capabilities = {
+            "clone",
+            "fork",
+            "freeze",
+            "storage_limit",
+            "network_off",
+            "views",
+            *self._cgroup.capabilities,
+            *gained.decode().split(),
+        }
         if self._is_bounded(self._cgroup):
             capabilities.add(limits.PROCESSES)
         if seccomp.available():
@@ -206,6 +232,8 @@ class Keeper:
         try:
             syscalls.set_process_name("t1-init")
             syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+            # Nobody can open it any more once the privileges are gone.
+            network_fd = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             if not self._is_bounded(self._cgroup) and limits.bound_pid_namespace(self._config.limits.max_processes):
                 report = f"ok {limits.PROCESSES}".encode()
             rootfs.mount_kernel_filesystems(root)
@@ -219,6 +247,8 @@ class Keeper:
         except OSError as error:
             os.write(report_fd, f"{error.errno or 0} {error.strerror}: {error.filename}".encode())
             os._exit(1)
+        wire.send(socks[1], {}, [network_fd])
+        os.close(network_fd)
         os.write(report_fd, report)
         os.close(report_fd)
         config = InitConfig(
@@ -260,7 +290,7 @@ class Keeper:
         return {"generation": files.fingerprint((f"{self._config.template.store}/up",))}, []
 
     def _system_changes(self, _: wire.Message, __: list[int]) -> tuple[wire.Message, list[int]]:
-        return {"files": stacking.system_changes(self._config.template, self._config.stack)}, []
+        return {"files": clone_root.system_changes(self._config.template, self._config.stack)}, []
 
     def _lend(self, _: wire.Message, fds: list[int]) -> tuple[wire.Message, list[int]]:
         """Let the keeper of a fork copy what was written here, while nothing moves."""
@@ -292,8 +322,28 @@ class Keeper:
             clone.resolve_entry(request["entry"])
         except Exception as error:  # noqa: BLE001  (importing may raise anything; it is reported to the caller as the clone's error)
             return {"seconds": 0.0, "result": None, "error": f"{request['entry']}: {type(error).__name__}: {error}"}, []
+        view = None if request.get("view") is None else masking.view_from_json(request["view"])
+        started = time.monotonic()
+        deadline = started + request["timeout_s"]
+        masks = None
+        try:
+            with self._frozen() as thaw:
+                if view is not None:
+                    masks = self._find_masks(view)
+                result, reason = self._run_clone(self._order(request, view, masks), deadline, thaw)
+        except OSError as failure:
+            result, reason = None, f"the clone could not be made: {failure}"
+        masked = [] if masks is None else masks.names
+        return {"seconds": time.monotonic() - started, "result": result, "error": reason, "masked": masked}, []
+
+    def _find_masks(self, view: CloneView) -> masking.Masks:
+        template, stack = self._config.template, self._config.stack
+        return masking.find_masks(clone_root.system_parts(template, stack), view, clone_root.links_of(template, stack))
+
+    def _order(self, request: wire.Message, view: CloneView | None, masks: masking.Masks | None) -> clone.CloneRequest:
         config, spec = self._config, self._config.spec
-        order = clone.CloneRequest(
+        live = view is not None and view.live
+        return clone.CloneRequest(
             entry=request["entry"],
             payload=request["payload"],
             mounts=request["mounts"],
@@ -304,31 +354,35 @@ class Keeper:
             limits=config.limits,
             memory_is_bounded=limits.MEMORY in self._clone_cgroup.capabilities,
             processes_are_bounded=self._is_bounded(self._clone_cgroup),
+            masks=masks,
+            restored=view is not None and view.restored,
+            network_fd=self._network_fd if live else -1,
         )
-        started = time.monotonic()
-        deadline = started + request["timeout_s"]
-        try:
-            with self._frozen():
-                result, reason = self._run_clone(order, deadline)
-        except OSError as failure:
-            result, reason = None, f"the clone could not be made: {failure}"
-        return {"seconds": time.monotonic() - started, "result": result, "error": reason}, []
 
-    def _run_clone(self, order: clone.CloneRequest, deadline: float) -> tuple[str | None, str | None]:
+    def _run_clone(self, order: clone.CloneRequest, deadline: float, thaw: Callable[[], None]) -> tuple[str | None, str | None]:
+        """Run a clone to its end. If it is to be live, the agent goes on as soon as its files are copied."""
         read_fd, write_fd = os.pipe()
+        ready_read, ready_write = os.pipe() if order.live else (None, None)
+        ours = {fd for fd in (read_fd, write_fd, ready_read, ready_write) if fd is not None}
         config = self._config
         try:
-            pid = namespaces.fork_pid_1(lambda: clone.run_clone(order, config.template, config.interpreter, write_fd))
-            os.close(write_fd)
-            write_fd = -1
+            flags = namespaces.ALL & ~syscalls.CLONE_NEWNET if order.live else namespaces.ALL
+            pid = namespaces.fork_pid_1(
+                lambda: clone.run_clone(order, config.template, config.interpreter, write_fd, ready_write), flags=flags
+            )
+            for fd in (write_fd, ready_write):
+                if fd is not None:
+                    ours.remove(fd)
+                    os.close(fd)
             try:
+                if ready_read is not None:
+                    self._collect(ready_read, deadline)
+                    thaw()
                 data, reason = self._collect(read_fd, deadline)
             finally:
                 status = namespaces.kill_and_reap(pid)
         finally:
-            os.close(read_fd)
-            if write_fd >= 0:
-                os.close(write_fd)
+            wire.close_all(list(ours))
         if reason is not None:
             return None, f"{order.entry} {reason}"
         if not data:
@@ -359,20 +413,16 @@ class Keeper:
                     return b"", f"returned more than {_MAX_RESULT_BYTES >> 20} MiB"
 
     @contextlib.contextmanager
-    def _frozen(self) -> Iterator[None]:
-        """The agent's processes stand still inside the block."""
-        if self._cgroup.freezer is not None:
-            self._cgroup.freeze()
-            try:
-                yield
-            finally:
-                self._cgroup.thaw()
-        else:
-            self._ask_init("stop")
-            try:
-                yield
-            finally:
-                self._ask_init("continue")
+    def _frozen(self) -> Iterator[Callable[[], None]]:
+        """The agent's processes stand still inside the block, or until what it is given is called."""
+        with contextlib.ExitStack() as stack:
+            if self._cgroup.freezer is not None:
+                self._cgroup.freeze()
+                stack.callback(self._cgroup.thaw)
+            else:
+                self._ask_init("stop")
+                stack.callback(self._ask_init, "continue")
+            yield stack.close
 
     def _ask_init(self, operation: str) -> None:
         assert self._init_sock is not None

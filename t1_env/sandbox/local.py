@@ -16,8 +16,9 @@ from typing import Any, Final
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox import checks, launcher, wire
 from t1_env.sandbox.accounts import Account
-from t1_env.sandbox.base import BuiltEnvironment, CloneResult, ExecResult, Sandbox, SandboxProcess, SandboxSpec
+from t1_env.sandbox.base import BuiltEnvironment, CloneResult, CloneView, ExecResult, Sandbox, SandboxProcess, SandboxSpec
 from t1_env.sandbox.link import Link
+from t1_env.sandbox.masking import view_to_json
 from t1_env.sandbox.process import LocalProcess, drain, host_pid, read_ready
 from t1_env.sandbox.stacking import Stack
 
@@ -210,7 +211,15 @@ class LocalSandbox:
         """
         return dict(self._ask_files({"op": "system_changes"})[0]["files"])
 
-    def run_in_clone(self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0) -> CloneResult:
+    def run_in_clone(
+        self,
+        entry: str,
+        payload: Any,
+        *,
+        mounts: Mapping[str, Path] | None = None,
+        timeout_s: float = 60.0,
+        view: CloneView | None = None,
+    ) -> CloneResult:
         """Freeze the sandbox, run a trusted function in a copy-on-write clone of its filesystem, discard it, thaw; see ``Sandbox``."""
         link = self._require_link()
         sources = {}
@@ -220,12 +229,15 @@ class LocalSandbox:
                 raise ConfigError(f"run_in_clone: mounts[{target!r}] = {str(source)!r} does not exist on the host")
             sources[target] = str(Path(source).resolve())
         request = {"op": "clone", "entry": entry, "payload": payload, "mounts": sources, "timeout_s": timeout_s}
+        if view is not None:
+            request["view"] = view_to_json(view)
         reply, _ = link.ask_keeper(request)
         launcher.LAUNCHER.preload(entry.partition(":")[0])
+        masked = tuple(reply.get("masked", ()))
         if reply.get("result") is None:
-            return CloneResult(None, float(reply.get("seconds", 0.0)), str(reply["error"]))
+            return CloneResult(None, float(reply.get("seconds", 0.0)), str(reply["error"]), masked)
         result = json.loads(reply["result"])
-        return CloneResult(result.get("payload"), float(reply["seconds"]), result.get("error"))
+        return CloneResult(result.get("payload"), float(reply["seconds"]), result.get("error"), masked)
 
     def fork(self) -> Sandbox:
         """Return a started sandbox whose filesystem is a copy of this one's as it stands; see ``Sandbox.fork``."""

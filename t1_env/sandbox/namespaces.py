@@ -24,7 +24,7 @@ ALL: Final = (
 _PID: Final = struct.Struct("=i")
 
 
-def fork_pid_1(body: Callable[[], NoReturn], *, tied: bool = True) -> int:
+def fork_pid_1(body: Callable[[], NoReturn], *, tied: bool = True, flags: int = ALL) -> int:
     """Fork a child that is pid 1 of new namespaces and runs ``body`` there.
 
     A pid namespace starts with the *next* child of the process that asked for it, and asking twice is refused; so a middleman asks,
@@ -34,6 +34,7 @@ def fork_pid_1(body: Callable[[], NoReturn], *, tied: bool = True) -> int:
     Args:
         body: Never returns.
         tied: Whether the child is killed when the caller dies; one that notices by itself can clean up first.
+        flags: Which namespaces.
 
     Returns:
         Pid of the child, as the caller sees it.
@@ -46,7 +47,7 @@ def fork_pid_1(body: Callable[[], NoReturn], *, tied: bool = True) -> int:
     caller = os.pidfd_open(os.getpid())
     middleman = os.fork()
     if middleman == 0:
-        _middleman(_tie(body, caller) if tied else body, pid_write, go_read, go_write)
+        _middleman(_tie(body, caller) if tied else body, flags, pid_write, go_read, go_write)
     for fd in (pid_write, go_read, caller):
         os.close(fd)
     try:
@@ -80,10 +81,10 @@ def _tie(body: Callable[[], NoReturn], caller: int) -> Callable[[], NoReturn]:
     return tied
 
 
-def _middleman(body: Callable[[], NoReturn], pid_write: int, go_read: int, go_write: int) -> NoReturn:
+def _middleman(body: Callable[[], NoReturn], flags: int, pid_write: int, go_read: int, go_write: int) -> NoReturn:
     code = 1
     try:
-        syscalls.unshare(ALL)
+        syscalls.unshare(flags)
         pid = os.fork()
         if pid == 0:
             os.close(go_write)

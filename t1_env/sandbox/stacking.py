@@ -61,6 +61,8 @@ class Stack:
         foreign: Whether an agent has written to ``rootfs``: its links then say nothing about where something of ours is to be mounted.
         identity: Device and inode of ``rootfs`` as the host process sees it, for one that is a mount: in the launcher's mount namespace
             there may be none at that path, or an older one.
+        written: Host directory with what the agent wrote there, and
+        below: the layers under that, topmost first, where ``rootfs`` is the mount of these.
     """
 
     rootfs: str | None = None
@@ -69,19 +71,30 @@ class Stack:
     locks: tuple[str, ...] = ()
     foreign: bool = False
     identity: tuple[int, int] | None = None
+    written: str | None = None
+    below: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Stack:
         """The inverse of ``to_json``."""
         layers = tuple(Layer(entry["path"], tuple(entry["parts"]), entry["marked"]) for entry in data["layers"])
         identity = (data["identity"][0], data["identity"][1]) if data.get("identity") else None
-        return cls(data["rootfs"], layers, data["exact"], tuple(data["locks"]), bool(data.get("foreign")), identity)
+        return cls(
+            data["rootfs"],
+            layers,
+            data["exact"],
+            tuple(data["locks"]),
+            bool(data.get("foreign")),
+            identity,
+            data.get("written"),
+            tuple(data.get("below", ())),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """For a message to the keeper."""
         layers = [{"path": layer.path, "parts": list(layer.parts), "marked": layer.marked} for layer in self.layers]
         fields = {"rootfs": self.rootfs, "layers": layers, "exact": self.exact, "locks": list(self.locks), "foreign": self.foreign}
-        return {**fields, "identity": self.identity}
+        return {**fields, "identity": self.identity, "written": self.written, "below": list(self.below)}
 
     @property
     def plain(self) -> bool:
@@ -178,34 +191,7 @@ def lowers_of(template: Template, stack: Stack, part: str) -> tuple[str, ...]:
             lowers.append(f"{store}/layer/{index}/{part}")
             if os.path.isdir(f"{store}/taken/{index}/{part}"):
                 lowers.append(f"{store}/taken/{index}/{part}")
-    return (*lowers, *_base_of(template, stack, part))
-
-
-def build_clone_root(template: Template, stack: Stack, *, storage_mb: int) -> None:
-    """Stack a throw-away writable layer on everything the (frozen) sandbox wrote, at ``template.clone_root``.
-
-    The cost does not depend on how much that is: only directories are stacked, nothing is copied.
-    """
-    store, upper = template.store, template.clone_store
-    syscalls.mount("t1", upper, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, f"size={storage_mb}m,mode=755")
-    for part in stack.parts(template):
-        os.makedirs(f"{upper}/up/{part}", 0o755)
-        os.makedirs(f"{upper}/work/{part}", 0o755)
-        _copy_attributes(f"{store}/up/{part}", f"{upper}/up/{part}")
-    for part in stack.parts(template):
-        target = template.clone_root if part == ROOT else f"{template.clone_root}/{part}"
-        lowers = () if part == ROOT and stack.plain else lowers_of(template, stack, part)
-        _overlay(target, store, (f"{store}/up/{part}", *lowers), f"{upper}/up/{part}", f"{upper}/work/{part}")
-
-
-def system_changes(template: Template, stack: Stack) -> dict[str, str]:
-    """Files of the base system that the sandbox changed, replaced or removed: path -> a mark that changes with every further change."""
-    found: dict[str, str] = {}
-    if stack.rootfs is not None:
-        return files.changed_files(f"{template.store}/up/{ROOT}", _base_of(template, stack, ROOT), "", only=SYSTEM_NAMES)
-    for part in template.layers:
-        found |= files.changed_files(f"{template.store}/up/{part}", _base_of(template, stack, part), f"/{part}")
-    return found
+    return (*lowers, *base_of(template, stack, part))
 
 
 def export_writes(template: Template, stack: Stack, target: str) -> tuple[tuple[str, ...], trees.Copied]:
@@ -273,7 +259,7 @@ def give_back(lender: socket.socket) -> None:
     lender.close()
 
 
-def _base_of(template: Template, stack: Stack, part: str) -> tuple[str, ...]:
+def base_of(template: Template, stack: Stack, part: str) -> tuple[str, ...]:
     """The bottom of a part: what is there without image, layers and writes."""
     store = template.store
     if stack.rootfs is not None:
@@ -301,6 +287,9 @@ def _make_local_files(template: Template, stack: Stack, hostname: str) -> None:
         with open(f"{etc}/{name}", "w", encoding="utf-8") as stream:
             stream.write(text)
     if stack.plain:
+        os.mkdir(f"{template.store}/links", 0o755)
+        for name, link in template.links.items():
+            os.symlink(link, f"{template.store}/links/{name}")
         return
     mount_points = {"dev": 0o755, "dev/shm": 0o1777, "proc": 0o555, "sys": 0o555}
     if stack.rootfs is None:
@@ -320,10 +309,10 @@ def _mount_parts(template: Template, stack: Stack) -> None:
             syscalls.mount(f"{store}/up/{ROOT}", template.root, None, syscalls.MS_BIND)
             continue
         target = template.root if part == ROOT else f"{template.root}/{part}"
-        _overlay(target, store, lowers_of(template, stack, part), f"{store}/up/{part}", f"{store}/work/{part}")
+        overlay(target, store, lowers_of(template, stack, part), f"{store}/up/{part}", f"{store}/work/{part}")
 
 
-def _overlay(target: str, store: str, lowers: tuple[str, ...], upper: str, work: str) -> None:
+def overlay(target: str, store: str, lowers: tuple[str, ...], upper: str, work: str) -> None:
     """Mount an overlay. All options must fit into one page, so the lower directories are given relative to ``store``."""
     short = ":".join(path.removeprefix(f"{store}/") for path in lowers)
     data = f"lowerdir={short},upperdir={upper},workdir={work},userxattr"
@@ -341,7 +330,7 @@ def _inherit_attributes(template: Template, stack: Stack) -> None:
     for part in stack.parts(template):
         topmost = _topmost(template, stack, part)
         if topmost is not None:
-            _copy_attributes(topmost, f"{template.store}/up/{part}")
+            copy_attributes(topmost, f"{template.store}/up/{part}")
 
 
 def _topmost(template: Template, stack: Stack, part: str) -> str | None:
@@ -396,7 +385,7 @@ def _attributes(path: str | None) -> tuple[int, int, int]:
     return status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)
 
 
-def _copy_attributes(source: str, target: str) -> None:
+def copy_attributes(source: str, target: str) -> None:
     """The attributes of a merged directory are those of its topmost layer."""
     status = os.stat(source)
     os.chown(target, status.st_uid, status.st_gid)

@@ -112,6 +112,11 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(ctypes.c_int(flags)))
 
 
+def setns(fd: int, kind: int) -> None:
+    """Move the caller into the namespace behind a descriptor; ``kind`` is its ``CLONE_NEW...`` flag."""
+    _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)))
+
+
 def mount(source: str | None, target: str, fstype: str | None = None, flags: int = 0, data: str | None = None) -> None:
     """Attach or change a mount (mount(2))."""
     _check(_libc.mount(_bytes(source), _bytes(target), _bytes(fstype), ctypes.c_ulong(flags), _bytes(data)), target)

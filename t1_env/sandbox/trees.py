@@ -18,6 +18,7 @@ from typing import Final, Literal
 OPAQUE: Final = "user.overlay.opaque"
 """Attribute of a directory of an overlay layer that hides what lower layers have at its path."""
 
+_OPAQUE_NAMES: Final = (OPAQUE, "trusted.overlay.opaque")
 _OVERLAY_PREFIX: Final = "user.overlay."
 _KEPT_ATTRIBUTES: Final = ("user.", "system.posix_acl_", "security.capability")
 _CHUNK_BYTES: Final = 1 << 22
@@ -68,6 +69,15 @@ class _Level:
     source_id: tuple[int, int]
     target_id: tuple[int, int]
     pending: list[str]
+
+
+def is_opaque(directory: str) -> bool:
+    """Whether a directory of an overlay layer hides what lower layers have at its path; also one that a container engine mounts."""
+    for name in _OPAQUE_NAMES:
+        with contextlib.suppress(OSError):  # no such attribute, which is how most directories are
+            if os.getxattr(directory, name, follow_symlinks=False) == b"y":
+                return True
+    return False
 
 
 def copy_tree(source_fd: int, target_fd: int, *, overlay: Literal["keep", "collect", "drop"], owners: bool = True) -> tuple[Copied, Marks]:

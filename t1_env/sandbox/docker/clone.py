@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, TransportLost
 from t1_env.sandbox import checks, syscalls
-from t1_env.sandbox.base import CloneResult, SandboxSpec
+from t1_env.sandbox.base import CloneResult, CloneView, SandboxSpec
 from t1_env.sandbox.docker.container import Container, Layers, Order, archive_of_mounts, remove_image
 from t1_env.sandbox.docker.daemon import Daemon
 from t1_env.sandbox.docker.stream import AttachStream
@@ -42,6 +42,7 @@ class Call:
         command: What makes the container's first process answer a request.
         runtime_volume: Where that comes from.
         volumes: Paths of the agent's container that a commit leaves out.
+        view: How the clone sees the sandbox.
     """
 
     entry: str
@@ -52,6 +53,7 @@ class Call:
     command: Sequence[str]
     runtime_volume: str
     volumes: Sequence[str] = ()
+    view: CloneView | None = None
 
 
 def call_in_clone(daemon: Daemon, container: Container, spec: SandboxSpec, call: Call) -> CloneResult:
@@ -59,7 +61,7 @@ def call_in_clone(daemon: Daemon, container: Container, spec: SandboxSpec, call:
 
     Args:
         daemon: Where.
-        container: The agent's; it stands still while its files are committed.
+        container: The agent's; it stands still while its files are committed, and a live clone shares its network.
         spec: Limits of the clone, which are those of the sandbox.
         call: What to call.
 
@@ -86,6 +88,7 @@ def call_in_clone(daemon: Daemon, container: Container, spec: SandboxSpec, call:
                 runtime_volume=call.runtime_volume,
                 fresh=call.volumes,
                 user="0:0",
+                network_mode=f"container:{container.id}" if call.view is not None and call.view.live else "none",
             )
             clone = Container(daemon, order)
             if call.mounts:
@@ -118,13 +121,14 @@ def call_on_layers(container: Container, layers: Layers, spec: SandboxSpec, call
         try:
             workdir = spec.workdir if _has_directory(layers.merged, spec.workdir) else "/"
             inside = replace(spec, env=dict(call.env), workdir=workdir, network=False, image=None, hide=())
-            box = LocalSandbox(inside, stack=Stack(rootfs=layers.merged, foreign=True, identity=layers.identity))
+            stack = Stack(rootfs=layers.merged, foreign=True, identity=layers.identity, written=layers.written, below=layers.below)
+            box = LocalSandbox(inside, stack=stack)
             try:
                 box.start()
             except SandboxError:
                 return None
             with box:
-                result = box.run_in_clone(call.entry, call.payload, mounts=call.mounts, timeout_s=call.timeout_s)
+                result = box.run_in_clone(call.entry, call.payload, mounts=call.mounts, timeout_s=call.timeout_s, view=call.view)
         except SandboxError as failure:
             result = CloneResult(None, 0.0, f"the clone could not be made: {failure}")
     return replace(result, seconds=time.monotonic() - started)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox import checks, files, wire
-from t1_env.sandbox.base import BuiltEnvironment, CloneResult, ExecResult, Sandbox, SandboxSpec
+from t1_env.sandbox.base import BuiltEnvironment, CloneResult, CloneView, ExecResult, Sandbox, SandboxSpec
 from t1_env.sandbox.init import STATUS_FORMAT
 from t1_env.sandbox.keeper import BASE_ENV
 from t1_env.sandbox.local import SandboxFileError
@@ -205,7 +205,15 @@ class NativeSandbox:
             return scan.fingerprint(*scan.writable_places())
         return scan.fingerprint((self.spec.workdir,), frozenset())
 
-    def run_in_clone(self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0) -> CloneResult:
+    def run_in_clone(
+        self,
+        entry: str,
+        payload: Any,
+        *,
+        mounts: Mapping[str, Path] | None = None,
+        timeout_s: float = 60.0,
+        view: CloneView | None = None,
+    ) -> CloneResult:
         """Raise ``SandboxError``: a place cannot clone itself."""
         raise SandboxError(f"cannot run {entry} in a clone: an outpost in native mode cannot copy the place it is in")
 

@@ -82,12 +82,12 @@ def exec_result_from_frame(header: Mapping[str, Any], blob: bytes) -> ExecResult
 
 def clone_result_to_json(result: CloneResult) -> dict[str, Any]:
     """Return the result of a clone as JSON."""
-    return {"payload": result.payload, "seconds": result.seconds, "failure": result.error}
+    return {"payload": result.payload, "seconds": result.seconds, "failure": result.error, "masked": list(result.masked)}
 
 
 def clone_result_from_json(fields: Mapping[str, Any]) -> CloneResult:
     """Return the result again."""
-    return CloneResult(fields["payload"], float(fields["seconds"]), fields["failure"])
+    return CloneResult(fields["payload"], float(fields["seconds"]), fields["failure"], tuple(fields.get("masked", ())))
 
 
 # ------------------------------------------------------------------------------------------------------------------------- errors

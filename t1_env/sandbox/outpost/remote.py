@@ -13,9 +13,10 @@ from typing import Any, Final, Self
 
 from t1_env.errors import ConfigError, SandboxDied, SandboxError, T1Error
 from t1_env.sandbox import checks
-from t1_env.sandbox.base import BuiltEnvironment, CloneResult, ExecResult, SandboxProcess, SandboxSpec
+from t1_env.sandbox.base import BuiltEnvironment, CloneResult, CloneView, ExecResult, SandboxProcess, SandboxSpec
 from t1_env.sandbox.images import build_environment
 from t1_env.sandbox.local import SandboxFileError
+from t1_env.sandbox.masking import view_to_json
 from t1_env.sandbox.outpost import records, transfer
 from t1_env.sandbox.outpost.client import OutpostClient
 from t1_env.sandbox.outpost.frames import Header
@@ -272,7 +273,15 @@ class RemoteSandbox(abc.ABC):
         return dict(self._ask("system_changes", answer_timeout_s=_FILES_TIMEOUT_S)[0]["files"])
 
     # --------------------------------------------------------------------------------------------------------------------- clones
-    def run_in_clone(self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0) -> CloneResult:
+    def run_in_clone(
+        self,
+        entry: str,
+        payload: Any,
+        *,
+        mounts: Mapping[str, Path] | None = None,
+        timeout_s: float = 60.0,
+        view: CloneView | None = None,
+    ) -> CloneResult:
         """Freeze the sandbox and run a trusted function in a clone of it over there; see ``Sandbox.run_in_clone``.
 
         ``mounts`` are sent once for each content, to a place that nothing in the sandbox can read.
@@ -284,7 +293,13 @@ class RemoteSandbox(abc.ABC):
                 raise ConfigError(f"run_in_clone: mounts[{target!r}] = {str(source)!r} does not exist on the host")
             digests[target] = self._send_mount(self._live(), Path(source).resolve())
         header, _ = self._ask(
-            "clone", answer_timeout_s=timeout_s + _SLACK_S, entry=entry, payload=payload, mounts=digests, timeout_s=timeout_s
+            "clone",
+            answer_timeout_s=timeout_s + _SLACK_S,
+            entry=entry,
+            payload=payload,
+            mounts=digests,
+            timeout_s=timeout_s,
+            view=None if view is None else view_to_json(view),
         )
         return records.clone_result_from_json(header)
 

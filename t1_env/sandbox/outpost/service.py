@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 from t1_env.errors import ConfigError, ImageBuildError, SandboxDied, SandboxError, SandboxUnavailable
 from t1_env.sandbox.base import CloneResult, ImageSource, SandboxSpec
 from t1_env.sandbox.local import LocalSandbox, SandboxFileError
+from t1_env.sandbox.masking import view_from_json
 from t1_env.sandbox.outpost import records, transfer
 from t1_env.sandbox.outpost.frames import MAX_BLOB_BYTES, Header
 from t1_env.sandbox.outpost.native import NativeSandbox
@@ -330,8 +331,9 @@ class Service:
 
     def _clone(self, request: Header, _: bytes) -> Answer:
         mounts = {target: Path(self._mount_path(digest)) for target, digest in request["mounts"].items()}
+        view = None if request.get("view") is None else view_from_json(request["view"])
         result: CloneResult = self._of(request).sandbox.run_in_clone(
-            request["entry"], request["payload"], mounts=mounts, timeout_s=request["timeout_s"]
+            request["entry"], request["payload"], mounts=mounts, timeout_s=request["timeout_s"], view=view
         )
         return records.clone_result_to_json(result), b""
 
