@@ -15,6 +15,7 @@ from typing import Any, Final
 from t1_env.errors import SandboxDied, SandboxError, T1Error, TransportLost
 from t1_env.sandbox.base import SandboxSpec
 from t1_env.sandbox.docker.daemon import Daemon
+from t1_env.sandbox.docker.holdings import Holding, let_go_of_image
 from t1_env.sandbox.docker.runtime import volume_mount
 from t1_env.sandbox.docker.stream import AttachStream
 
@@ -112,7 +113,12 @@ class Container:
         self.stream: AttachStream | None = None
         self._removed = False
         self._owner_pid = os.getpid()
-        self.id = self._create()
+        self._holding = Holding(daemon, order.kind)
+        try:
+            self.id = self._create()
+        except BaseException:
+            self._holding.let_go(removed=False)
+            raise
 
     # ------------------------------------------------------------------------------------------------------------------ life cycle
     def start(self) -> AttachStream:
@@ -139,9 +145,12 @@ class Container:
         self._removed = True
         if self.stream is not None:
             self.stream.close()
-        # If the daemon is gone, the reaper finds it by its label.
-        with contextlib.suppress(SandboxError):
-            self._remove()
+        removed = False
+        try:
+            with contextlib.suppress(SandboxError):  # if the daemon is away, the next start finds what is left
+                removed = self._remove()
+        finally:
+            self._holding.let_go(removed=removed)
 
     def running(self) -> bool:
         """Whether its first process runs.
@@ -219,9 +228,15 @@ class Container:
         Returns:
             The image's identity.
         """
-        labels = self._daemon.labels(kind)
-        with self._daemon.doing("commit a container", gone=self._gone):
-            return str(self._daemon.api.commit(self.id, conf={"Labels": labels})["Id"])
+        holding = Holding(self._daemon, kind)
+        try:
+            with self._daemon.doing("commit a container", gone=self._gone):
+                image = str(self._daemon.api.commit(self.id, conf={"Labels": holding.labels})["Id"])
+        except BaseException:
+            holding.let_go(removed=False)
+            raise
+        holding.name(image)
+        return image
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -235,7 +250,7 @@ class Container:
                 self._daemon.api.unpause(self.id)
 
     # ---------------------------------------------------------------------------------------------------------------------- details
-    def _remove(self) -> None:
+    def _remove(self) -> bool:
         api, errors = self._daemon.api, self._daemon.sdk.errors
         deadline = time.monotonic() + _REMOVE_TIMEOUT_S
         with self._daemon.doing("remove a container"):
@@ -243,11 +258,12 @@ class Container:
                 try:
                     api.remove_container(self.id, force=True, v=True)
                 except errors.NotFound:
-                    return
+                    return True
                 except errors.APIError as error:
                     if error.status_code != 409:
                         raise
                     time.sleep(0.01)  # it is on its way out by itself (auto-remove)
+        return False
 
     @property
     def _gone(self) -> str:
@@ -276,11 +292,11 @@ class Container:
                 entrypoint=list(order.command),
                 command=[],
                 stdin_open=True,  # with StdinOnce, which the SDK adds: the first process's input ends with our connection
-                hostname=None if order.network_mode.startswith("container:") else spec.hostname,  # it has that of the other one
+                hostname=spec.hostname,
                 user=order.user,
                 working_dir=order.workdir,
                 environment=dict(order.env),
-                labels=daemon.labels(order.kind),
+                labels=self._holding.labels,
                 healthcheck={"test": ["NONE"]},
                 use_config_proxy=False,  # nothing of this host's settings gets into an episode
                 host_config=api.create_host_config(**self._host_config(storage_mb)),
@@ -359,6 +375,11 @@ def _may_limit_storage(daemon: Daemon) -> bool:
 
 
 def remove_image(daemon: Daemon, image: str) -> None:
-    """Remove an image made by a commit, but not what it was made from. Never raises: the reaper finds what is left by its label."""
-    with contextlib.suppress(SandboxError), daemon.doing("remove an image"):
-        daemon.api.remove_image(image, force=True, noprune=True)
+    """Remove an image made by a commit, but not what it was made from. Never raises: the next start finds what is left by its label."""
+    removed = False
+    try:
+        with contextlib.suppress(SandboxError), daemon.doing("remove an image"):
+            daemon.api.remove_image(image, force=True, noprune=True)
+            removed = True
+    finally:
+        let_go_of_image(image, removed=removed)

@@ -6,7 +6,6 @@ with the outpost's files and images of tasks are a cache; they stay.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -16,10 +15,12 @@ from t1_env.errors import SandboxError
 from t1_env.sandbox import owner
 from t1_env.sandbox.docker.config import DockerConfig
 from t1_env.sandbox.docker.daemon import KIND_LABEL, Daemon, daemon_for
+from t1_env.sandbox.docker.holdings import is_left_over, mark_untidy, take_untidy
 from t1_env.sandbox.reaper import Finding, decide
 
 _COMMITS: Final = ("commit", "clone-commit")
 _DEAD: Final = "its owner is gone"
+_LEFT_OVER: Final = "this process could not remove it when it was done with it"
 
 _reaped: Final[set[str]] = set()
 _lock: Final = threading.Lock()
@@ -40,7 +41,7 @@ def list_leftovers(config: DockerConfig | None = None) -> list[Finding]:
 
 
 def remove_leftovers(config: DockerConfig | None = None) -> list[Finding]:
-    """Remove containers and committed images whose owner is gone.
+    """Remove containers and committed images whose owner is gone, or that this process failed to remove.
 
     Args:
         config: Where the daemon is; default ``DockerConfig()``.
@@ -56,14 +57,20 @@ def remove_leftovers(config: DockerConfig | None = None) -> list[Finding]:
     return _look(daemon_for(config or DockerConfig()), dry_run=False)
 
 
-def remove_once(daemon: Daemon) -> None:
-    """Remove what is left the first time this process uses a daemon. A failure is no reason not to start."""
+def tidy_up(daemon: Daemon) -> None:
+    """Remove what is left the first time this process uses a daemon, and whenever it could not remove something of its own since.
+
+    A failure is no reason not to start.
+    """
     with _lock:
-        if daemon.identity in _reaped:
+        if not take_untidy(daemon) and daemon.identity in _reaped:
             return
         _reaped.add(daemon.identity)
-    with contextlib.suppress(SandboxError):
-        _look(daemon, dry_run=False)
+    try:
+        if any(finding.action == "failed" for finding in _look(daemon, dry_run=False)):
+            mark_untidy(daemon)
+    except SandboxError:
+        mark_untidy(daemon)
 
 
 def _look(daemon: Daemon, *, dry_run: bool) -> list[Finding]:
@@ -91,11 +98,13 @@ def _settle(
 ) -> Finding:
     labels = entry.get("Labels") or {}
     name = f"{entry['Id'].removeprefix('sha256:')[:12]} ({labels.get(KIND_LABEL, 'unknown')})"
-    keep = decide(labels.get(owner.LABEL), is_alive)
+    left_over = labels.get(owner.LABEL) == owner.owner_id() and is_left_over(labels)
+    keep = None if left_over else decide(labels.get(owner.LABEL), is_alive)
+    reason = _LEFT_OVER if left_over else _DEAD
     if keep is not None:
         return Finding(kind, name, "kept", keep)
     if dry_run:
-        return Finding(kind, name, "would be removed", _DEAD)
+        return Finding(kind, name, "would be removed", reason)
     try:
         with daemon.doing(f"remove {kind} {name}"):
             try:
@@ -107,4 +116,4 @@ def _settle(
                     raise
     except SandboxError as error:
         return Finding(kind, name, "failed", str(error))
-    return Finding(kind, name, "removed", _DEAD)
+    return Finding(kind, name, "removed", reason)

@@ -7,10 +7,12 @@ import io
 import tarfile
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 from t1_env.errors import SandboxError
 from t1_env.sandbox.docker.daemon import KIND_LABEL, Daemon
+from t1_env.sandbox.docker.holdings import Holding
 from t1_env.sandbox.outpost.runtime import Runtime
 from t1_env.sandbox.owner import LABEL as OWNER_LABEL
 from t1_env.sandbox.owner import is_alive
@@ -66,8 +68,10 @@ def volume_mount(daemon: Daemon, name: str, *, read_only: bool) -> Any:
 
 def _fill(daemon: Daemon, runtime: Runtime, name: str, image: str) -> None:
     api = daemon.api
-    filler = _hold_filler(daemon, name, image)
+    holding, removed = Holding(daemon, "runtime-filler"), False
+    filler = ""
     try:
+        filler = _hold_filler(daemon, name, image, holding.labels)
         with daemon.doing(f"fill volume {name}"):
             try:
                 chunks, _ = api.get_archive(filler, f"{ROOT}/{_MARKER}")
@@ -79,10 +83,12 @@ def _fill(daemon: Daemon, runtime: Runtime, name: str, image: str) -> None:
                 api.put_archive(filler, ROOT, archive)
             api.put_archive(filler, ROOT, _marker(runtime))
     finally:
-        _remove(daemon, filler)
+        if filler:
+            removed = _remove(daemon, filler)
+        holding.let_go(removed=removed)
 
 
-def _hold_filler(daemon: Daemon, name: str, image: str) -> str:
+def _hold_filler(daemon: Daemon, name: str, image: str, labels: Mapping[str, str]) -> str:
     """Make the container through which the volume is filled, when it is our turn."""
     api, errors = daemon.api, daemon.sdk.errors
     filler = f"{name}-filler"
@@ -92,9 +98,8 @@ def _hold_filler(daemon: Daemon, name: str, image: str) -> str:
         with daemon.doing(f"make volume {name}"):
             try:
                 host_config = api.create_host_config(mounts=[volume_mount(daemon, name, read_only=False)], network_mode="none")
-                labels = daemon.labels("runtime-filler")
                 created = api.create_container(
-                    image, command=["true"], name=filler, labels=labels, host_config=host_config, use_config_proxy=False
+                    image, command=["true"], name=filler, labels=dict(labels), host_config=host_config, use_config_proxy=False
                 )
                 return str(created["Id"])
             except errors.APIError as error:
@@ -114,9 +119,11 @@ def _hold_filler(daemon: Daemon, name: str, image: str) -> str:
         time.sleep(_ROUND_S)
 
 
-def _remove(daemon: Daemon, container: str) -> None:
+def _remove(daemon: Daemon, container: str) -> bool:
     with contextlib.suppress(SandboxError), daemon.doing("remove a container"):
         daemon.api.remove_container(container, force=True)
+        return True
+    return False
 
 
 def _marker(runtime: Runtime) -> bytes:

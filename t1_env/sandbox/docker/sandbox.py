@@ -11,13 +11,13 @@ from typing import Any, Final, Literal
 
 from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable, TransportLost
 from t1_env.sandbox import checks, files
-from t1_env.sandbox.base import BuiltEnvironment, CloneResult, CloneView, SandboxSpec
+from t1_env.sandbox.base import BuiltEnvironment, CloneResult, SandboxSpec
 from t1_env.sandbox.docker.clone import Call, call_in_clone, call_on_layers, copy_volumes
 from t1_env.sandbox.docker.config import DockerConfig
 from t1_env.sandbox.docker.container import Container, Layers, Order, remove_image
 from t1_env.sandbox.docker.daemon import Daemon, daemon_for
 from t1_env.sandbox.docker.images import Image, find_image
-from t1_env.sandbox.docker.leftovers import remove_once
+from t1_env.sandbox.docker.leftovers import tidy_up
 from t1_env.sandbox.docker.runtime import ROOT, ensure_volume, forget_volume
 from t1_env.sandbox.docker.stream import AttachStream
 from t1_env.sandbox.keeper import BASE_ENV
@@ -83,7 +83,7 @@ class DockerSandbox(RemoteSandbox):
 
     def _connect(self) -> OutpostClient:
         daemon = self._daemon = daemon_for(self.config)
-        remove_once(daemon)
+        tidy_up(daemon)
         if self._image is None:
             self._image = find_image(daemon, self.spec.image)
         try:
@@ -122,7 +122,9 @@ class DockerSandbox(RemoteSandbox):
         try:
             return OutpostClient(stream, explain_loss=container.explain_loss)
         except TransportLost as error:
-            raise SandboxUnavailable(f"{container.explain_loss()}: {error}") from error
+            # Whoever ended it in its first moments may not do so again: this is no machine that cannot.
+            loss = container.explain_loss()
+            raise type(loss)(f"{loss}: {error}") from error
 
     def _far_spec(self) -> SandboxSpec:
         assert self._image is not None
@@ -141,7 +143,6 @@ class DockerSandbox(RemoteSandbox):
         self.capabilities = frozenset(found)
         self._layers = self._container.layers()
         self.clone_mode = "layers" if self._can_clone_layers() else "commit"
-        self.capabilities |= {"live"} if self.clone_mode == "commit" else {"live", "views"}
 
     def _can_clone_layers(self) -> bool:
         """Whether a local sandbox on this machine can stand on the container's files; another runtime keeps its clones to itself."""
@@ -219,20 +220,11 @@ class DockerSandbox(RemoteSandbox):
         }
 
     # --------------------------------------------------------------------------------------------------------------------- clones
-    def run_in_clone(
-        self,
-        entry: str,
-        payload: Any,
-        *,
-        mounts: Mapping[str, Path] | None = None,
-        timeout_s: float = 60.0,
-        view: CloneView | None = None,
-    ) -> CloneResult:
+    def run_in_clone(self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0) -> CloneResult:
         """Run a trusted function in a copy-on-write clone of the container; see ``Sandbox.run_in_clone``.
 
         The clone stands on the container's own layers, in namespaces of this machine, while the container is paused; or it is a container
-        made of a commit (``clone_mode`` says which). Such a container can share the network of the agent's, which goes on beside it, but
-        knows no restored view.
+        made of a commit (``clone_mode`` says which).
         """
         container = self._of_container()
         assert self._daemon is not None
@@ -246,15 +238,12 @@ class DockerSandbox(RemoteSandbox):
             command=make_runtime("complete").command(ROOT, "call"),
             runtime_volume=self._volume,
             volumes=self._image.volumes,
-            view=view,
         )
-        live = view is not None and view.live
-        if self.clone_mode == "layers" and self._layers is not None and not live:
+        if self.clone_mode == "layers" and self._layers is not None:
             result = call_on_layers(container, self._layers, self.spec, call)
             if result is not None:
                 return result
             self.clone_mode = "commit"
-            self.capabilities -= {"views"}
         return call_in_clone(self._daemon, container, self.spec, call)
 
     def fork(self) -> DockerSandbox:
