@@ -292,7 +292,7 @@ class Container:
                 entrypoint=list(order.command),
                 command=[],
                 stdin_open=True,  # with StdinOnce, which the SDK adds: the first process's input ends with our connection
-                hostname=spec.hostname,
+                hostname=None if order.network_mode.startswith("container:") else spec.hostname,  # it has that of the other one
                 user=order.user,
                 working_dir=order.workdir,
                 environment=dict(order.env),

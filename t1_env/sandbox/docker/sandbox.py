@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from t1_env.errors import SandboxDied, SandboxError, SandboxUnavailable, TransportLost
 from t1_env.sandbox import checks, files
-from t1_env.sandbox.base import BuiltEnvironment, CloneResult, SandboxSpec
+from t1_env.sandbox.base import BuiltEnvironment, CloneResult, CloneView, SandboxSpec
 from t1_env.sandbox.docker.clone import Call, call_in_clone, call_on_layers, copy_volumes
 from t1_env.sandbox.docker.config import DockerConfig
 from t1_env.sandbox.docker.container import Container, Layers, Order, remove_image
@@ -143,6 +143,7 @@ class DockerSandbox(RemoteSandbox):
         self.capabilities = frozenset(found)
         self._layers = self._container.layers()
         self.clone_mode = "layers" if self._can_clone_layers() else "commit"
+        self.capabilities |= {"live"} if self.clone_mode == "commit" else {"live", "views"}
 
     def _can_clone_layers(self) -> bool:
         """Whether a local sandbox on this machine can stand on the container's files; another runtime keeps its clones to itself."""
@@ -220,11 +221,20 @@ class DockerSandbox(RemoteSandbox):
         }
 
     # --------------------------------------------------------------------------------------------------------------------- clones
-    def run_in_clone(self, entry: str, payload: Any, *, mounts: Mapping[str, Path] | None = None, timeout_s: float = 60.0) -> CloneResult:
+    def run_in_clone(
+        self,
+        entry: str,
+        payload: Any,
+        *,
+        mounts: Mapping[str, Path] | None = None,
+        timeout_s: float = 60.0,
+        view: CloneView | None = None,
+    ) -> CloneResult:
         """Run a trusted function in a copy-on-write clone of the container; see ``Sandbox.run_in_clone``.
 
         The clone stands on the container's own layers, in namespaces of this machine, while the container is paused; or it is a container
-        made of a commit (``clone_mode`` says which).
+        made of a commit (``clone_mode`` says which). Such a container can share the network of the agent's, which goes on beside it, but
+        knows no restored view.
         """
         container = self._of_container()
         assert self._daemon is not None
@@ -238,12 +248,15 @@ class DockerSandbox(RemoteSandbox):
             command=make_runtime("complete").command(ROOT, "call"),
             runtime_volume=self._volume,
             volumes=self._image.volumes,
+            view=view,
         )
-        if self.clone_mode == "layers" and self._layers is not None:
+        live = view is not None and view.live
+        if self.clone_mode == "layers" and self._layers is not None and not live:
             result = call_on_layers(container, self._layers, self.spec, call)
             if result is not None:
                 return result
             self.clone_mode = "commit"
+            self.capabilities -= {"views"}
         return call_in_clone(self._daemon, container, self.spec, call)
 
     def fork(self) -> DockerSandbox:
