@@ -26,6 +26,7 @@ from t1_env.sandbox.base import ImageSource, Sandbox, SandboxSpec
 from t1_env.sandbox.docker import DockerConfig, DockerSandbox
 from t1_env.sandbox.docker import container as docker_container
 from t1_env.sandbox.docker.config import BASE_IMAGE_VARIABLE
+from t1_env.sandbox.docker.container import remove_image
 from t1_env.sandbox.docker.daemon import daemon_for
 from t1_env.sandbox.docker.leftovers import list_leftovers, remove_leftovers
 from t1_env.sandbox.registry import make_sandbox, sandbox_names
@@ -624,6 +625,36 @@ def test_the_reaper_takes_what_a_dead_owner_left_and_nothing_else(config, daemon
     finally:
         for label in (foreign, owner.owner_id(), None):
             daemon.api.remove_container(made[label], force=True)
+
+
+def test_the_next_start_removes_what_an_absent_daemon_kept(config, daemon, sandbox, monkeypatch):
+    """A daemon that is killed takes no orders, and may have carried out the request that it was killed over."""
+
+    def away(*_: object, **__: object) -> None:
+        raise OSError("connection refused")
+
+    used = sandbox._container
+    with monkeypatch.context() as patch:
+        unheard = used.commit("clone-commit")
+        patch.setattr(daemon.api, "remove_image", away)
+        remove_image(daemon, unheard)
+        real = daemon.api.commit
+
+        def carried_out_unheard(*arguments: object, **options: object) -> None:
+            real(*arguments, **options)
+            away()
+
+        patch.setattr(daemon.api, "commit", carried_out_unheard)
+        with pytest.raises(TransportLost):
+            used.commit("commit")
+    in_use = used.commit("commit")
+    assert len(own_images(daemon)) == 3
+    with DockerSandbox(SandboxSpec(memory_mb=256), config):
+        assert own_images(daemon) == [in_use]
+        assert used.id in own_containers(daemon)
+    assert sandbox.run(["true"]).exit_code == 0
+    remove_image(daemon, in_use)
+    assert own_images(daemon) == []
 
 
 def test_an_outpost_volume_that_somebody_removed_is_filled_again(docker_image, config, daemon, monkeypatch):
