@@ -27,6 +27,7 @@ class Settings:
         output_bytes: Size of the large output.
         task: Task whose environment is built in the measured resets.
         docker_image: Image of the Docker sandbox; None for the backend's default.
+        conformance: Whether every task's own script is compared with the fast road (minutes).
     """
 
     fraction: float = 1.0
@@ -34,6 +35,7 @@ class Settings:
     output_bytes: int = OUTPUT_BYTES
     task: str = DEFAULT_TASK
     docker_image: str | None = None
+    conformance: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Final, Protocol
 
-from t1_env.bench import facts, fleet, local, peers, remote, turns
+from t1_env.bench import facts, fleet, local, peers, remote, turns, verify
 from t1_env.bench.catalogue import Benchmark, Settings
 from t1_env.bench.figures import evaluate
 from t1_env.bench.measure import Measured, Tick, extend
@@ -142,10 +142,11 @@ def collect(options: BenchOptions) -> list[Benchmark]:
     """
     found: list[Benchmark] = []
     if "local" in options.sandboxes:
-        for module in (local, turns, fleet):
+        for module in (local, verify, turns, fleet):
             found += module.benchmarks(options.settings)
     if "docker" in options.sandboxes:
         found += remote.benchmarks(remote.docker_place(options.settings), options.settings)
+        found += verify.docker_benchmarks(options.settings)
     if "ssh" in options.sandboxes:
         found += remote.benchmarks(remote.ssh_place(loopback=options.ssh_loopback), options.settings)
     if options.peers:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from t1_env.bench.catalogue import Benchmark, Settings
 from t1_env.bench.measure import Tick
 from t1_env.bench.report import Failure, Report
-from t1_env.bench.runner import QUICK_FRACTION, BenchOptions, collect, run
+from t1_env.bench.runner import QUICK_FRACTION, BenchOptions, choose, collect, run
 from t1_env.errors import ConfigError
 
 EXIT_OK, EXIT_FAILED = 0, 1
@@ -56,15 +56,18 @@ def bench_command(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> BenchOptions:
+    if arguments.conformance and arguments.group != "verify":
+        raise ConfigError("--conformance is part of the group verify: call t1-env bench verify --conformance")
     settings = Settings(
         fraction=QUICK_FRACTION if arguments.quick else 1.0,
         fleet_size=arguments.fleet,
         task=arguments.task,
         docker_image=arguments.docker_image,
+        conformance=arguments.conformance,
     )
     return BenchOptions(
         sandboxes=tuple(dict.fromkeys(arguments.sandbox or ["local"])),
-        only=tuple(arguments.only or ()),
+        only=tuple(arguments.only or (("*-verify*",) if arguments.group == "verify" else ())),
         peers=arguments.peers,
         ssh_loopback=arguments.ssh_loopback,
         repeat=arguments.repeat,
@@ -73,8 +76,8 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
 
 
 def _list(options: BenchOptions) -> int:
-    """Print every figure of the chosen sandboxes with its definition; nothing is measured."""
-    for benchmark in collect(options):
+    """Print every figure that would be measured with its definition."""
+    for benchmark in choose(collect(options), options.only):
         print(f"{benchmark.name}: {benchmark.title}")
         for figure in benchmark.figures:
             print(f"  {figure.name}: {figure.definition}")

@@ -130,6 +130,12 @@ image of that name, or else for this machine's own system directories (host). 'r
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure what sandboxes, shells and steps cost on this machine", description=_BENCH_HELP)
     bench.add_argument(
+        "group", nargs="?", choices=("verify",), default=None, help="'verify': what verification costs, alone (default: everything)"
+    )
+    bench.add_argument(
+        "--conformance", action="store_true", help="with 'verify': also compare the fast verifiers of every task with its test.sh (minutes)"
+    )
+    bench.add_argument(
         "--sandbox", action="append", choices=("local", "docker", "ssh"), help="backend to measure, may be repeated (default: local)"
     )
     bench.add_argument("--only", action="append", metavar="NAME", help="only benchmarks that match this name or glob, may be repeated")

@@ -18,16 +18,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t1_env.bench import facts, figures, fleet, local, peers, runner, statistics, turns
+from t1_env.bench import conformance, facts, figures, fleet, local, peers, runner, statistics, turns, verify
 from t1_env.bench.catalogue import Benchmark, Settings
 from t1_env.bench.figures import FigureSpec, at_least, at_most, evaluate, percentile, ratio
 from t1_env.bench.measure import Contender, Measured, MeasurementError, Role, Series, Tick, extend, interleave, third_party, timed
 from t1_env.bench.report import Failure, Report, format_value
 from t1_env.cli.main import main
 from t1_env.errors import ConfigError, DependencyMissing, T1Error
+from t1_env.protocol import Submit
 from t1_env.sandbox.local import unavailable_reason
+from t1_env.tasks import resolve_tasks
 
 WHY_NOT = unavailable_reason()
+CONFORMANCE = Settings(fraction=0.001, conformance=True)
 TINY = Settings(fraction=0.001, fleet_size=2, output_bytes=100_000, task="seeds/hello-file")
 samples = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=50)
 
@@ -360,6 +363,9 @@ def test_the_targets_are_those_of_the_table_in_the_manual() -> None:
         "local-true-p50": at_most(0.001),
         "local-true-p99": at_most(0.005),
         "local-output-p50": at_most(1.0),
+        "local-verify-p50": at_most(0.060),
+        "local-verify-unchanged-p50": at_most(0.002),
+        "local-verify-upper-ratio": at_most(1.5),
         "local-turns-ratio": at_most(1.1),
         "local-turns-env-ratio": at_most(1.1),
         "local-fleet-bin-true": at_least(500.0),
@@ -498,7 +504,7 @@ def t1_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return call
 
 
-@pytest.mark.parametrize("module", [local, fleet], ids=["local", "fleet"])
+@pytest.mark.parametrize("module", [local, fleet, verify], ids=["local", "fleet", "verify"])
 @needs_namespaces
 def test_every_benchmark_measures_what_its_figures_need(module: Any) -> None:
     for benchmark in module.benchmarks(TINY):
@@ -512,6 +518,82 @@ def test_every_benchmark_measures_what_its_figures_need(module: Any) -> None:
         for name, one in measured.items():
             assert one.as_dict()["count"] >= 1, name
             assert name in {"host", "available"} or min(one.values) > 0, name
+
+
+# ---------------------------------------------------------------------------------------------------------------- verification
+def test_the_group_verify_is_what_measures_verification(t1_env: Any) -> None:
+    status, out, err = t1_env("verify", "--list", "--sandbox", "local", "--sandbox", "docker")
+    assert status == 0, err
+    listed = [line.partition(":")[0] for line in out.splitlines() if not line.startswith(" ")]
+    assert listed == ["local-verify", "local-verify-upper", "local-verify-async", "docker-verify"]
+    assert "local-verify-conformance" in t1_env("verify", "--conformance", "--list")[1]
+    status, _, err = t1_env("--conformance", "--list")
+    assert status == 2
+    assert "t1-env bench verify --conformance" in err
+
+
+def test_containers_need_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("T1_DOCKER_IMAGE", raising=False)
+    with pytest.raises(MeasurementError, match="--docker-image"):
+        verify.docker_benchmarks(TINY)[0].run(nothing)
+
+
+@needs_namespaces
+def test_verifiers_that_do_not_all_pass_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_PREPARE", verify._PREPARE[:-1])
+    with verify.ten_tests() as task, pytest.raises(MeasurementError, match="8 of the 10"), verify.open_env(task):
+        pass
+
+
+@needs_namespaces
+def test_a_pytest_that_does_not_pass_is_not_measured() -> None:
+    with verify.ten_tests() as task, verify._pytest(task) as cold, pytest.raises(MeasurementError, match="pytest ended with status"):
+        cold([], T1_BENCH_ROOT="/nonexistent")
+
+
+def test_the_agents_of_the_comparison() -> None:
+    task = resolve_tasks("seeds/harvest-totals").sample(0)
+    steps = list(task.oracle_steps())
+    half = conformance.scripts(task)["half-oracle"]
+    assert conformance.scripts(task) == {"oracle": [*steps, Submit()], "no-op": [Submit()], "half-oracle": half}
+    assert 0 < len(half) - 1 < len(steps)
+    assert half == [*steps[: len(half) - 1], Submit()]
+
+
+@needs_namespaces
+def test_the_fast_road_and_the_script_are_compared() -> None:
+    assert list(conformance.compare(resolve_tasks("seeds/hello-file").sample(0))) == [(agent, None) for agent in conformance.AGENTS]
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("pytest --deselect test_it.py::test_b -rA $(dirname $0)", "disagrees: test_it.py::test_b"),
+        ("echo 0 > /logs/verifier/reward.txt", "names no single tests: it left reward.txt"),
+        ("true", "no_verdict"),
+    ],
+)
+def test_a_script_that_says_something_else_is_a_disagreement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str, said: str
+) -> None:
+    for name, text in {
+        "instruction.md": "Nothing.",
+        "task.toml": "",
+        "environment/Dockerfile": "FROM debian:bookworm-slim\nWORKDIR /app\n",
+        "solution/solve.sh": "touch a\n",
+        "tests/test_it.py": "from pathlib import Path\ndef test_a(): assert Path('a').exists()\ndef test_b(): assert Path('a').exists()\n",
+        "tests/test.sh": f"#!/bin/bash\n{script}\n",
+    }.items():
+        (tmp_path / "odd" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "odd" / name).write_text(text)
+    monkeypatch.setattr(conformance, "list_tasks", lambda: (str(tmp_path / "odd"),))
+    benchmark = next(b for b in verify.benchmarks(CONFORMANCE) if b.name == "local-verify-conformance")
+    with caplog.at_level(logging.WARNING, logger="t1_env.bench.conformance"):
+        figure = evaluate(benchmark.figures[0], benchmark.name, benchmark.run(nothing))
+    assert figure.value < 1.0
+    assert figure.met is False
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize("episode", [turns.session_episode, lambda: turns.env_episode("seeds/hello-file")], ids=["session", "env"])
