@@ -143,6 +143,7 @@ class Keeper:
             "storage_limit",
             "network_off",
             "views",
+            "live",
             *self._cgroup.capabilities,
             *gained.decode().split(),
         }

@@ -20,6 +20,8 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Megabytes = Annotated[int, Field(gt=0)]
 NetworkMode = Literal["public", "no-network", "allowlist"]
 Split = Literal["train", "dev", "test"]
+VerifierClass = Literal["pure", "exec", "service"]
+AbsolutePath = Annotated[str, Field(pattern=r"^/")]
 
 _SIZE_UNITS_MB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024.0}
 
@@ -237,6 +239,9 @@ class T1Metadata(_Table):
         artifacts: Files and directories that are what the task asks for, relative to the working directory or absolute. Where a sandbox
             has no verification clones, only these are verified.
         verifier_class: What the verifiers look at: the files left behind, or how programs left behind behave.
+        classes: What the verifiers need: ``"pure"`` (files only), ``"exec"`` (they start programs) or ``"service"`` (the agent's live
+            processes must answer). One class for all, or verifier id -> class; what is not named is inferred from the tests.
+        writable: Paths of the base system that the task is about: changing them, or what lies below, is not tampering.
     """
 
     family: str | None = None
@@ -247,6 +252,8 @@ class T1Metadata(_Table):
     requires: tuple[str, ...] = ()
     artifacts: tuple[str, ...] = ()
     verifier_class: Literal["final-state", "behaviour"] = "final-state"
+    classes: VerifierClass | Mapping[str, VerifierClass] = Field(default_factory=dict)
+    writable: tuple[AbsolutePath, ...] = ()
 
 
 class TaskConfig(_Table):

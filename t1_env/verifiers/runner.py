@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from t1_env.protocol import VerifierOutcome, VerifierReport, VerifierStatus
 from t1_env.sandbox.base import CloneResult, Sandbox
 from t1_env.tasks.task import Task
-from t1_env.verifiers.clones import clone_payload, in_clone
+from t1_env.verifiers.classes import SERVICE, classes_of
+from t1_env.verifiers.clones import clone_payload, in_clone, view_of
 from t1_env.verifiers.clones import literal_env as literal_env
 from t1_env.verifiers.ids import RUNNER, source_of
 from t1_env.verifiers.verbatim import run_verbatim
@@ -36,6 +37,9 @@ def run(
 ) -> VerifierReport:
     """Run a task's verifiers in a clone of the sandbox as it stands.
 
+    Where the agent changed the base system, they run in a second clone without that, and only what passes in both counts. Verifiers of
+    the class ``service`` run in a clone of their own beside which the agent's processes go on.
+
     Args:
         sandbox: The sandbox to judge. It is frozen while the verifiers run and unchanged afterwards.
         task: The task.
@@ -53,59 +57,118 @@ def run(
         A report with every id in the frozen order. If the machinery failed every time, ``infra_error`` says why and there are no
         outcomes.
     """
-    report = _run_once(sandbox, task, ids, timeout_s=timeout_s, retries=retries, env=env, workdir=workdir)
+    order = _Order(sandbox, task, ids, timeout_s, retries, env, workdir)
+    report = _in_both_views(order)
     if not confirm or report.infra_error is not None:
         return report
     known = {} if previous is None else previous.as_bools()
     new = [name for name, passed in report.as_bools().items() if passed and not known.get(name)]
     if not new:
         return report
-    again = _run_once(sandbox, task, ids, timeout_s=timeout_s, retries=retries, env=env, workdir=workdir)
+    again = _in_both_views(order)
     seconds = report.seconds + again.seconds
     if again.infra_error is not None:
-        return VerifierReport(source=report.source, seconds=seconds, infra_error=again.infra_error)
-    return replace(_without_flaky(report, again, new), seconds=seconds)
+        return replace(again, seconds=seconds)
+    flaky = tuple(name for name in new if not again.as_bools().get(name))
+    report = _demote(report, again, flaky, VerifierStatus.ERROR, "passed, then not again when it was confirmed")
+    return replace(report, seconds=seconds, flaky=flaky)
 
 
-def _without_flaky(report: VerifierReport, again: VerifierReport, new: Sequence[str]) -> VerifierReport:
-    """A report in which those of ``new`` do not count that did not pass again."""
-    passes = again.as_bools()
-    flaky = tuple(name for name in new if not passes.get(name))
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Arguments of `run`."""
+
+    sandbox: Sandbox
+    task: Task
+    ids: Sequence[str]
+    timeout_s: float | None
+    retries: int
+    env: Mapping[str, str] | None
+    workdir: str | None
+
+
+def _in_both_views(order: _Order) -> VerifierReport:
+    """Run the verifiers; where the agent changed the base system, once more without that, and only what passes both times counts."""
+    report = _run_once(order, restored=False)
+    if report.infra_error is not None or not report.masked or not report.passed:
+        return report
+    again = _run_once(order, restored=True)
+    seconds = report.seconds + again.seconds
+    if again.infra_error is not None:
+        return replace(again, seconds=seconds)
+    lost = [name for name, passed in report.as_bools().items() if passed and not again.as_bools().get(name)]
+    report = _demote(report, again, lost, VerifierStatus.FAILED, "passes only with the agent's changes to the base system")
+    return replace(report, seconds=seconds, tainted=tuple(name for name in order.ids if name in {*report.tainted, *again.tainted}))
+
+
+def _demote(report: VerifierReport, again: VerifierReport, lost: Sequence[str], status: VerifierStatus, why: str) -> VerifierReport:
+    """A report in which some passes do not count, because of what another run said."""
     outcomes = dict(report.outcomes)
-    for name in flaky:
-        second = again.outcomes[name].message if name in again.outcomes else ""
-        message = f"passed, then not again when it was confirmed: {second}"[:_MESSAGE_CHARS]
-        outcomes[name] = VerifierOutcome(VerifierStatus.ERROR, outcomes[name].seconds, message)
-    return replace(report, outcomes=MappingProxyType(outcomes), flaky=flaky)
+    for name in lost:
+        said = again.outcomes[name].message if name in again.outcomes else ""
+        outcomes[name] = VerifierOutcome(status, outcomes[name].seconds, f"{why}: {said}".removesuffix(": ")[:_MESSAGE_CHARS])
+    return replace(report, outcomes=MappingProxyType(outcomes), tainted=tuple(name for name in report.tainted if name not in lost))
 
 
-def _run_once(
-    sandbox: Sandbox,
-    task: Task,
-    ids: Sequence[str],
-    *,
-    timeout_s: float | None,
-    retries: int,
-    env: Mapping[str, str] | None,
-    workdir: str | None,
-) -> VerifierReport:
-    if source_of(ids) != RUNNER:
-        return _run_script(sandbox, task, ids, timeout_s=timeout_s, retries=retries, env=env, workdir=workdir)
-    limit_s = task.config.verifier.timeout_sec if timeout_s is None else timeout_s
-    payload = clone_payload(task, limit_s, env, workdir) | {"ids": list(ids), "test_timeout_s": time_for_one(limit_s)}
-    result = in_clone(sandbox, payload, task, f"{WORKER}:run", retries=retries)
+def _run_once(order: _Order, *, restored: bool) -> VerifierReport:
+    """One run in one view. What needs the agent's live processes runs apart from what needs them to stand still."""
+    if source_of(order.ids) != RUNNER:
+        return _run_script(order, restored=restored)
+    live = [name for name, kind in classes_of(order.task, order.ids).items() if kind == SERVICE]
+    still = [name for name in order.ids if name not in live]
+    report = VerifierReport()
+    for ids, is_live in ((still, False), (live, True)):
+        if not ids:
+            continue
+        part = _run_pytest(order, ids, restored=restored, live=is_live)
+        if part.infra_error is not None:
+            return replace(part, seconds=report.seconds + part.seconds)
+        report = _joined(report, part)
+    outcomes = {name: report.outcomes[name] for name in order.ids}
+    return replace(report, outcomes=MappingProxyType(outcomes))
+
+
+def _joined(first: VerifierReport, second: VerifierReport) -> VerifierReport:
+    return VerifierReport(
+        outcomes={**first.outcomes, **second.outcomes},
+        source=RUNNER,
+        seconds=first.seconds + second.seconds,
+        unknown=tuple(sorted({*first.unknown, *second.unknown})),
+        tainted=(*first.tainted, *second.tainted),
+        masked=tuple(sorted({*first.masked, *second.masked})),
+    )
+
+
+def _run_pytest(order: _Order, ids: Sequence[str], *, restored: bool, live: bool) -> VerifierReport:
+    limit_s = order.task.config.verifier.timeout_sec if order.timeout_s is None else order.timeout_s
+    payload = clone_payload(order.task, limit_s, order.env, order.workdir)
+    payload |= {"ids": list(ids), "known": list(order.ids), "test_timeout_s": time_for_one(limit_s)}
+    view = view_of(order.sandbox, order.task, order.env, live=live)
+    if view is not None:
+        view = replace(view, restored=restored)
+    result = in_clone(order.sandbox, payload, order.task, f"{WORKER}:run", retries=order.retries, view=view)
     return VerifierReport(seconds=result.seconds, infra_error=result.error) if result.error is not None else report_of(result, ids)
 
 
-def _run_script(sandbox: Sandbox, task: Task, ids: Sequence[str], **settings: Any) -> VerifierReport:
+def _run_script(order: _Order, *, restored: bool) -> VerifierReport:
     """Verdicts of a task without pytest tests: what its own script reports. What it does not report does not pass."""
-    said = run_verbatim(sandbox, task, ids, **settings)
+    said = run_verbatim(
+        order.sandbox,
+        order.task,
+        order.ids,
+        timeout_s=order.timeout_s,
+        retries=order.retries,
+        env=order.env,
+        workdir=order.workdir,
+        restored=restored,
+    )
+    source = source_of(order.ids)
     if said.failed:
-        return VerifierReport(source=source_of(ids), seconds=said.seconds, infra_error=said.problem)
+        return VerifierReport(source=source, seconds=said.seconds, infra_error=said.problem)
     if said.report is not None:
         return said.report
     outcome = VerifierOutcome(VerifierStatus.ERROR, message=str(said.problem)[:_MESSAGE_CHARS])
-    return VerifierReport(MappingProxyType(dict.fromkeys(ids, outcome)), source=source_of(ids), seconds=said.seconds)
+    return VerifierReport(MappingProxyType(dict.fromkeys(order.ids, outcome)), source=source, seconds=said.seconds)
 
 
 def time_for_one(limit_s: float) -> float:
@@ -117,7 +180,11 @@ def report_of(result: CloneResult, ids: Sequence[str]) -> VerifierReport:
     """The report on ``ids`` that a clone's answer amounts to; an id that it does not mention is missing."""
     outcomes = {name: _outcome(result.payload["outcomes"], name) for name in ids}
     return VerifierReport(
-        outcomes=MappingProxyType(outcomes), source=RUNNER, seconds=result.seconds, unknown=tuple(result.payload["unknown"])
+        outcomes=MappingProxyType(outcomes),
+        source=RUNNER,
+        seconds=result.seconds,
+        unknown=tuple(result.payload["unknown"]),
+        masked=result.masked,
     )
 
 

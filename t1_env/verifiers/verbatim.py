@@ -6,6 +6,7 @@ read from the best source it leaves, and where the two disagree the lower count 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -19,7 +20,8 @@ from xml.etree import ElementTree
 from t1_env.protocol import VerbatimVerdict, VerifierOutcome, VerifierReport, VerifierStatus
 from t1_env.sandbox.base import Sandbox
 from t1_env.tasks.task import Task
-from t1_env.verifiers.clones import TESTS_MOUNT, clone_payload, in_clone
+from t1_env.verifiers.classes import needs_live_processes
+from t1_env.verifiers.clones import TESTS_MOUNT, clone_payload, in_clone, view_of
 from t1_env.verifiers.ids import source_of
 
 _ENTRY: Final = "t1_env.verifiers.verbatim_worker:run_script"
@@ -118,6 +120,7 @@ def run_verbatim(
     retries: int = 1,
     env: Mapping[str, str] | None = None,
     workdir: str | None = None,
+    restored: bool = False,
 ) -> VerbatimResult:
     """Run the task's test script in a clone of the sandbox as it stands.
 
@@ -129,6 +132,7 @@ def run_verbatim(
         retries: How often to try again when the machinery fails.
         env: Variables that building the environment set (Dockerfile ``ENV``).
         workdir: Working directory of the script; default the task's.
+        restored: Whether it is to find the base system as it was before the agent changed it (``CloneView.restored``).
 
     Returns:
         The verdict, or the reason why there is none. Never raises for a failure of the machinery.
@@ -138,12 +142,17 @@ def run_verbatim(
         return VerbatimResult(None, problem="the task ships no tests/test.sh")
     limit_s = task.config.verifier.timeout_sec if timeout_s is None else timeout_s
     payload = clone_payload(task, limit_s, {**script.env, **(env or {})}, workdir) | {"script": script.inside}
-    result = in_clone(sandbox, payload, task, _ENTRY, retries=retries, limit_s=limit_s, mounts=script.mounts)
+    view = view_of(sandbox, task, env, live=needs_live_processes(task, ids or ()))
+    if view is not None:
+        view = dataclasses.replace(view, restored=restored)
+    result = in_clone(sandbox, payload, task, _ENTRY, retries=retries, limit_s=limit_s, mounts=script.mounts, view=view)
     if result.error is not None:
         return VerbatimResult(None, problem=result.error, failed=True, seconds=result.seconds)
     answer = result.payload
     output = str(answer["output"])
     report = None if answer["problem"] else parse_results(answer["files"], output, ids, seconds=result.seconds)
+    if report is not None:
+        report = dataclasses.replace(report, masked=result.masked)
     problem = answer["problem"] or (None if report else f"{script.path.name} left no result that can be read")
     return VerbatimResult(report, problem, answer["exit_code"], output[-_OUTPUT_KEPT:], seconds=result.seconds)
 

@@ -154,7 +154,8 @@ def run(payload: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         payload: ``tests_dir`` (absolute path of the test files), ``workdir`` (the tests' working directory), ``ids`` (node ids relative
             to ``tests_dir``), ``timeout_s`` (for the whole run), ``test_timeout_s`` (for one test), and optionally ``env`` and
-            ``inherit_env`` (see `test_environment`) and ``memory_mb`` (limit on each process's private memory).
+            ``inherit_env`` (see `test_environment`), ``memory_mb`` (limit on each process's private memory) and ``known`` (the whole
+            frozen list, if ``ids`` are not all of it).
 
     Returns:
         ``{"outcomes": {id: [status, seconds, message]}, "unknown": [...], "errors": [...], "runners": n}``. Every given id is in
@@ -247,7 +248,7 @@ class _Supervisor:
 
     def unknown(self) -> list[str]:
         """Ids that the tests directory holds but the frozen list does not."""
-        known = set(self.ids or ())
+        known = {*(self.ids or ()), *self.payload.get("known", ())}
         return sorted({name for name in self.found if name not in known})
 
     def _remaining(self) -> list[str]:

@@ -21,16 +21,21 @@ from t1_env.verifiers.baseline import baseline
 class ScriptedClone:
     """Answers ``run_in_clone`` from a list and keeps what it was asked."""
 
-    def __init__(self, *answers):
+    def __init__(self, *answers, capabilities=(), masked=()):
         self.answers = list(answers)
         self.calls = []
+        self.views = []
+        self.capabilities = frozenset(capabilities)
+        self.masked = masked
 
-    def run_in_clone(self, entry, payload, *, mounts=None, timeout_s=60.0):
+    def run_in_clone(self, entry, payload, *, mounts=None, timeout_s=60.0, **view):
         self.calls.append((entry, payload, mounts, timeout_s))
+        self.views.append(view.get("view"))
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return CloneResult(None, 0.5, answer) if isinstance(answer, str) else CloneResult(answer, 0.25)
+        masked = self.masked if "view" in view else ()
+        return CloneResult(None, 0.5, answer, masked) if isinstance(answer, str) else CloneResult(answer, 0.25, None, masked)
 
 
 @pytest.fixture
@@ -198,6 +203,81 @@ def test_run_does_not_retry_on_a_dead_sandbox(task):
     sandbox = ScriptedClone(SandboxDied("gone"))
     assert "gone" in run(sandbox, task, ("a",)).infra_error
     assert len(sandbox.calls) == 1
+
+
+# --------------------------------------------------------------------------------------------------------------------- views
+TAMPERED = {"capabilities": ("clone", "views", "live"), "masked": ("/usr/bin/git",)}
+
+
+def test_a_sandbox_that_offers_no_views_is_asked_for_none(task):
+    sandbox = ScriptedClone(answer(a="passed"), capabilities=("clone",))
+    assert run(sandbox, task, ("a",)).passed == 1
+    assert sandbox.views == [None]
+
+
+def test_an_untouched_base_system_is_looked_at_once(task):
+    sandbox = ScriptedClone(answer(a="passed"), capabilities=("views",))
+    task = replace(task, metadata=T1Metadata(writable=("/usr/local",)))
+    report = run(sandbox, task, ("a",), env={"PATH": "/opt/bin:relative:/usr/bin", "HOME": "/home/me"})
+    (view,) = sandbox.views
+    assert (view.restored, view.live, view.search_path, view.home) == (False, False, ("/opt/bin", "/usr/bin"), "/home/me")
+    assert (view.writable, report.masked, report.passed) == (("/usr/local",), (), 1)
+
+
+def test_with_a_changed_base_system_only_what_passes_without_the_change_counts(task):
+    sandbox = ScriptedClone(answer(a="passed", b="passed", c="failed"), answer(a="passed", b="failed", c="passed"), **TAMPERED)
+    report = run(sandbox, task, tuple("abc"))
+    assert report.as_bools() == {"a": True, "b": False, "c": False}
+    assert report.outcomes["b"].status is VerifierStatus.FAILED
+    assert "changes to the base system" in report.outcomes["b"].message
+    assert (report.masked, report.seconds) == (("/usr/bin/git",), 0.5)
+    assert [view.restored for view in sandbox.views] == [False, True]
+
+
+def test_where_nothing_passes_there_is_nothing_to_check(task):
+    sandbox = ScriptedClone(answer(a="failed"), **TAMPERED)
+    report = run(sandbox, task, ("a",))
+    assert (report.passed, report.masked, len(sandbox.calls)) == (0, ("/usr/bin/git",), 1)
+
+
+def test_a_second_view_that_cannot_be_had_is_no_verdict(task):
+    report = run(ScriptedClone(answer(a="passed"), "first", "second", **TAMPERED), task, ("a",))
+    assert (report.infra_error, report.total, report.seconds) == ("second", 0, 1.25)
+
+
+def test_both_views_are_confirmed(task):
+    sandbox = ScriptedClone(*[answer(a="passed", b="passed")] * 3, answer(a="passed", b="failed"), **TAMPERED)
+    report = run(sandbox, task, ("a", "b"), confirm=True)
+    assert (report.as_bools(), report.flaky, len(sandbox.calls)) == ({"a": True, "b": False}, ("b",), 4)
+
+
+def test_a_script_is_run_in_both_views_too(task):
+    with_file(task, "tests/test.sh")
+    said = [script_says(**{"reward.json": text}) for text in ('{"a": 1, "b": 1}', '{"a": 1, "b": 0}')]
+    sandbox = ScriptedClone(*said, **TAMPERED)
+    report = run(sandbox, task, FrozenIds(("a", "b"), "reward.json"))
+    assert (report.as_bools(), report.masked) == ({"a": True, "b": False}, ("/usr/bin/git",))
+
+
+def test_what_needs_live_processes_runs_beside_them(task):
+    task = replace(task, metadata=T1Metadata(classes={"b": "service", "a": "pure", "c": "exec"}))
+    first = {**answer(a="passed", c="failed"), "unknown": ["z"]}
+    sandbox = ScriptedClone(first, answer(b="passed"), capabilities=("live",))
+    report = run(sandbox, task, tuple("abc"))
+    assert (list(report.as_bools().items()), report.unknown) == ([("a", True), ("b", True), ("c", False)], ("z",))
+    assert [(call[1]["ids"], call[1]["known"]) for call in sandbox.calls] == [(["a", "c"], list("abc")), (["b"], list("abc"))]
+    assert [view.live for view in sandbox.views] == [False, True]
+    broken = run(ScriptedClone(first, "first", "second", capabilities=("live",)), task, tuple("abc"))
+    assert (broken.infra_error, broken.seconds) == ("second", 1.25)
+
+
+def test_a_script_for_live_processes_runs_beside_them(task):
+    with_file(task, "tests/test.sh")
+    task = replace(task, metadata=T1Metadata(classes="service"))
+    for capabilities, live in ((("live",), True), (("views",), False)):
+        sandbox = ScriptedClone(script_says(**{"reward.txt": "1"}), capabilities=capabilities)
+        assert run(sandbox, task, FrozenIds(("reward",), "reward.txt")).passed == 1
+        assert sandbox.views[0].live is live
 
 
 # ------------------------------------------------------------------------------------------------------------------ confirmed

@@ -231,3 +231,83 @@ def test_the_agent_cannot_prepare_where_the_script_writes(sandbox, task, prepare
     ids = collect(sandbox, task)
     sh(sandbox, prepare)
     assert run_verbatim(sandbox, task, ids).report.passed == 2
+
+
+# -------------------------------------------------------------------------------------------------------------------- the base system
+TOOLS = """
+import subprocess
+from pathlib import Path
+
+def test_by_a_program():
+    assert subprocess.run(["sha256sum", "/app/made"], capture_output=True, text=True).stdout.startswith("5ad5")
+
+def test_by_a_path():
+    assert subprocess.run(["/usr/bin/env", "cat", "/app/made"], capture_output=True, text=True).stdout == "expected\\n"
+
+def test_by_reading():
+    assert Path("/app/made").read_text() == "expected\\n"
+"""
+
+
+def test_programs_that_lie_earn_nothing(sandbox, tmp_path):
+    task = make_task(tmp_path, TOOLS)
+    ids = collect(sandbox, task)
+    sh(sandbox, "echo wrong > made")
+    for name, said in (("sha256sum", "5ad5"), ("cat", "expected")):
+        sh(sandbox, f"mkdir -p /usr/local/bin; printf '#!/bin/sh\\necho {said}\\n' > /usr/local/bin/{name}; chmod +x /usr/local/bin/{name}")
+    report = run(sandbox, task, ids)
+    assert report.passed == 0
+    assert report.masked == ("/usr/local/bin/cat", "/usr/local/bin/sha256sum")
+    sh(sandbox, "echo expected > made")
+    report = run(sandbox, task, ids)
+    assert report.as_bools() == {ids[0]: False, ids[1]: True, ids[2]: True}  # honest work counts beside them
+    sh(sandbox, "rm /usr/local/bin/cat /usr/local/bin/sha256sum")
+    assert run(sandbox, task, ids).masked == ()
+
+
+def test_new_programs_and_packages_of_the_agent_count(sandbox, tmp_path):
+    task = make_task(tmp_path, "import subprocess\ndef test_x(): assert subprocess.check_output('greet') == b'hello\\n'\n")
+    ids = collect(sandbox, task)
+    sh(sandbox, "mkdir -p /usr/local/bin /usr/local/lib/greet; echo hello > /usr/local/lib/greet/text")
+    sh(sandbox, "printf '#!/bin/sh\\ncat /usr/local/lib/greet/text\\n' > /usr/local/bin/greet; chmod +x /usr/local/bin/greet")
+    report = run(sandbox, task, ids)
+    assert (report.passed, report.masked) == (1, ())
+
+
+SERVICE = """
+import socket
+
+def test_answers():
+    with socket.create_connection(("127.0.0.1", 8124), timeout=5) as client:
+        assert client.recv(5) == b"hello"
+
+def test_file():
+    assert open("/app/made").read() == "yes\\n"
+"""
+SERVER = """
+import socket
+server = socket.socket(); server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.bind(("127.0.0.1", 8124)); server.listen(); open("/tmp/ready", "w").close()
+while True:
+    client, _ = server.accept(); client.sendall(b"hello"); client.close()
+"""
+
+
+def test_a_server_of_the_agent_is_asked_where_it_runs(sandbox, tmp_path):
+    if sandbox.run(["python3", "-c", "import socket"]).exit_code != 0:
+        pytest.skip("no Python in the sandbox")
+    task = make_task(tmp_path, SERVICE)
+    ids = collect(sandbox, task)
+    assert run(sandbox, task, ids).passed == 0
+    sandbox.put(SERVER.encode(), "/app/server.py")
+    sh(sandbox, "echo yes > made")
+    server = sandbox.spawn(["python3", "/app/server.py"])
+    sh(sandbox, "until test -e /tmp/ready; do sleep 0.02; done")
+    report = run(sandbox, task, ids)
+    assert [outcome.message for outcome in report.outcomes.values()] == ["", ""]
+    verbatim = run_verbatim(sandbox, task, ids)
+    assert (verbatim.problem, verbatim.report.passed) == (None, 2)
+    assert server.poll() is None
+    server.kill()
+    server.wait(10)
+    assert run(sandbox, task, ids).as_bools() == {ids[0]: False, ids[1]: True}

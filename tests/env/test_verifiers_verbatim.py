@@ -162,6 +162,8 @@ sys.__stdout__.write(json.dumps(answer))
 class LocalClone:
     """Runs the worker in a fresh process instead of a clone; paths stay the host's."""
 
+    capabilities = frozenset({"clone"})
+
     def __init__(self, task, tmp_path):
         self.task, self.logs = task, tmp_path / "logs"
 
@@ -306,6 +308,8 @@ def test_a_task_without_a_script(case):
 
 def test_a_failure_of_the_machinery_is_tried_again_and_told_apart(case):
     class Breaks:
+        capabilities = frozenset({"clone"})
+
         def __init__(self, *answers):
             self.answers = list(answers)
 
