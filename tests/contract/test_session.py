@@ -44,7 +44,7 @@ def _local(request: pytest.FixtureRequest) -> Callable[[SandboxSpec], Any]:
 
 
 def _docker(request: pytest.FixtureRequest) -> Callable[[SandboxSpec], Any]:
-    image = request.getfixturevalue("docker_image")
+    image = request.getfixturevalue("docker_python_image")
     from t1_env.sandbox.docker import DockerSandbox
 
     return lambda spec: DockerSandbox(replace(spec, image=ImageSource(docker_image=image)))
@@ -73,25 +73,27 @@ FACTORIES = {"process": _process, "local": _local, "docker": _docker, "ssh": _ss
 
 
 @pytest.fixture(scope="module")
-def runner(request: pytest.FixtureRequest) -> Iterator[CaseRunner]:
-    backend: Backend = request.param
-    runner = CaseRunner(FACTORIES[backend.name](request), backend.shell)
-    yield runner
-    runner.close()
+def runners() -> Iterator[dict[Backend, CaseRunner]]:
+    """One for each backend, by need. (A parametrised fixture would be torn down between any two cases.)"""
+    made: dict[Backend, CaseRunner] = {}
+    yield made
+    for runner in made.values():
+        runner.close()
 
 
 @pytest.mark.parametrize(
-    ("runner", "case"),
+    ("backend", "case"),
     [
         pytest.param(backend, case, marks=MARKS.get(backend.name, ()), id=f"{'-'.join(backend)}-{case.group}-{case.name}")
         for backend in BACKENDS
         for case in SESSION_CASES
         if backend.shell in case.shells
     ],
-    indirect=["runner"],
 )
-def test_session(runner: CaseRunner, case: SessionCase) -> None:
+def test_session(runners: dict[Backend, CaseRunner], backend: Backend, case: SessionCase, request: pytest.FixtureRequest) -> None:
+    if backend not in runners:
+        runners[backend] = CaseRunner(FACTORIES[backend.name](request), backend.shell)
     try:
-        runner.run(case)
+        runners[backend].run(case)
     except CaseSkipped as skip:
         pytest.skip(str(skip))

@@ -33,10 +33,10 @@ def time_limit_on_a_builtin_loop(t: Terminal) -> None:
 @TABLE.case(shells=ALL_SHELLS)
 def limit_on_silence(t: Terminal) -> None:
     """A limit on the time without output, beside the one on the whole time."""
-    with t.another(quiet_timeout_s=2.0) as other:
-        other.answers("for i in 1 2 3 4 5 6; do echo $i; sleep 0.4; done", "1\n2\n3\n4\n5\n6\n")
+    with t.another(quiet_timeout_s=1.5) as other:
+        other.answers("for i in 1 2 3 4 5 6; do echo $i; sleep 0.3; done", "1\n2\n3\n4\n5\n6\n")
         result = other.expires(other.run("echo a; sleep 100.403"))
-        other.check(2 <= result.seconds < 60, f"it took {result.seconds} s")
+        other.check(1.5 <= result.seconds < 60, f"it took {result.seconds} s")
         other.usable()
 
 
