@@ -207,6 +207,8 @@ _MARKS: Final[dict[str, Callable[[Site, str], str]]] = {
     "MODULES": lambda site, _: _words(site.module_files),  # files that tests import, or would if they looked in the working directory
     "PROGRAMS": lambda site, _: _words(site.programs),  # names of programs that tests execute
     "TESTS": lambda site, _: _words(site.tests),  # ids of the verifiers
+    "TEST_LINES": lambda site, _: "\n".join(site.tests),  # the same, for a heredoc
+    "FIXTURES": lambda site, _: _words(site.fixtures),  # files that the tests bring along, relative to their directory
     "WORKDIR": lambda site, _: shlex.quote(site.workdir),
     "EXIT_ZERO_LIBRARY": lambda _, machine: base64.b64encode(exit_zero_library(machine)).decode("ascii"),
 }

@@ -53,6 +53,7 @@ def naive_gain(attack: Attack, task: Task, *, sandbox: Any = "local", weak: froz
         untouched = machine.start(Stopwatch(enabled=False)).as_bools()
         if not _install_pytest(machine.sandbox):
             return None
+        machine.sandbox.run(["mkdir", "-p", _RESULTS])  # as harnesses do when they start a sandbox
         site = survey(task, tests=machine.verifier_ids)
         architecture = machine.sandbox.run(["uname", "-m"]).stdout.decode().strip()
         if attack.machines and architecture not in attack.machines:

@@ -36,6 +36,7 @@ class Site:
         modules: Modules that the tests import and that are neither pytest's nor the standard library's: the agent's.
         module_files: Where the tests would find them, or, without any, files in the working directory named like what the tests import.
         programs: Names of programs that the tests execute.
+        fixtures: Files that the tests bring along, relative to their directory.
         tests: Ids of the verifiers.
     """
 
@@ -45,6 +46,7 @@ class Site:
     modules: tuple[str, ...]
     module_files: tuple[str, ...]
     programs: tuple[str, ...]
+    fixtures: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
 
     @property
@@ -75,7 +77,17 @@ def survey(task: Task, *, tests: tuple[str, ...] = ()) -> Site:
     foreign = tuple(name for name in found.modules if name not in sys.stdlib_module_names | {"pytest"})
     below = tuple(dict.fromkeys((task.workdir, *(path for path in found.import_directories if path.startswith("/")))))
     module_files = tuple(f"{directory.rstrip('/')}/{name}.py" for directory in below for name in foreign or found.modules)
-    return Site(task.workdir, paths[:MAX_PATHS], named[:MAX_PATHS], foreign, module_files, tuple(dict.fromkeys(found.programs)), tests)
+    brought = (path for path in sorted(task.tests_dir.rglob("*")) if path.is_file() and path.suffix not in (".py", ".sh"))
+    return Site(
+        workdir=task.workdir,
+        paths=paths[:MAX_PATHS],
+        named=named[:MAX_PATHS],
+        modules=foreign,
+        module_files=module_files,
+        programs=tuple(dict.fromkeys(found.programs)),
+        fixtures=tuple(path.relative_to(task.tests_dir).as_posix() for path in brought),
+        tests=tests,
+    )
 
 
 def _in_instruction(text: str, workdir: str) -> Iterator[str]:

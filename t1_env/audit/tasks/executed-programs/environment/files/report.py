@@ -1,0 +1,2 @@
+total = sum([1, 2, 3])
+print(totel)
