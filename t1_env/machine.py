@@ -20,6 +20,7 @@ from t1_env.tasks.families import cache_dir
 from t1_env.timing import Stopwatch
 from t1_env.verification import PendingVerification
 from t1_env.verifiers.baseline import baseline
+from t1_env.verifiers.classes import needs_live_processes
 from t1_env.verifiers.runner import literal_env, run
 from t1_env.verifiers.verbatim import Settlement, run_verbatim, settle
 
@@ -136,6 +137,7 @@ class Machine:
         self._declared: tuple[DeclaredPath, ...] | None = None
         self._copy: PristineSandbox | None = None
         self._problems: tuple[str, ...] = ()
+        self._is_live = False
 
     @property
     def workdir(self) -> str:
@@ -175,6 +177,8 @@ class Machine:
             self._verified_generation = self.sandbox.generation() if self._declared is None else None
         with watch.phase("verify"):
             self.verifier_ids, report = self._baseline()
+            # Verdicts on what a server answers are no function of the files: an unchanged filesystem says nothing about them.
+            self._is_live = needs_live_processes(self.task, self.verifier_ids)
         if report.infra_error is not None:
             raise VerifierError(f"the verifiers of {self.task.id} could not be run on its untouched environment: {report.infra_error}")
         with watch.phase("shell"):
@@ -285,7 +289,7 @@ class Machine:
         return settled
 
     def changed(self, watch: Stopwatch) -> bool:
-        """Whether the filesystem changed since the verifiers last ran.
+        """Whether anything changed since the verifiers last ran: the filesystem, or what the agent's servers may answer.
 
         Args:
             watch: Counts the seconds.
@@ -293,7 +297,7 @@ class Machine:
         if self._declared is not None:
             return self._copy is None
         with watch.phase("fingerprint"):
-            return self.sandbox.generation() != self._verified_generation
+            return self._is_live or self.sandbox.generation() != self._verified_generation
 
     def tampered(self, watch: Stopwatch) -> tuple[str, ...]:
         """System files that differ from what the build left, sorted; empty where the sandbox cannot tell.

@@ -447,6 +447,42 @@ def slow_task(tmp_path: Any) -> Any:
     return load_task(tmp_path / "task")
 
 
+SERVICE = """\
+import socket
+
+def test_answers():
+    with socket.create_connection(("127.0.0.1", 8125), timeout=5) as client:
+        assert client.recv(5) == b"hello"
+
+def test_never(): assert False
+"""
+SERVER = """\
+import socket
+server = socket.socket(); server.bind(("127.0.0.1", 8125)); server.listen(); open("/tmp/ready", "w").close()
+while True:
+    client, _ = server.accept(); client.sendall(b"hello"); client.close()
+"""
+
+
+@pytest.mark.parametrize("verify_async", [pytest.param(value, marks=needs_namespaces) for value in (False, True)])
+def test_a_server_that_ends_is_noticed_although_no_file_changes(slow_task: Any, verify_async: bool) -> None:
+    from t1_env.tasks import load_task
+
+    (slow_task.path / "tests/test_it.py").write_text(SERVICE)
+    (slow_task.path / "environment/Dockerfile").write_text("FROM debian:bookworm-slim\nWORKDIR /app\nCOPY server.py ./\n")
+    (slow_task.path / "environment/server.py").write_text(SERVER)
+    env = TerminalEnv(load_task(slow_task.path), verify_async=verify_async, verbatim=False)
+    try:
+        started = "until test -e /tmp/ready; do kill -0 $! || break; sleep 0.1; done; jobs -r | grep -q server"
+        start = f"python3 server.py > /dev/null 2>&1 & {started}"
+        episode = rollout(env, [start, "true", "kill %1; wait %1", "true", Submit()], seed=0)
+    finally:
+        env.close()
+    if episode.observations[1]["exit_code"] != 0:
+        pytest.skip("no Python in the sandbox")
+    assert fold_late_rewards(episode.rewards, episode.infos) == [1.0, 0.0, -1.0, 0.0, 0.0]
+
+
 FLAKY = """\
 import random
 from pathlib import Path
