@@ -45,7 +45,18 @@ class Place:
         self._directory = ""
         self.address = config.host
         self.fate: T1Error | None = None
+        self._sandboxes: set[int] = set()
         _places.add(self)
+
+    def join(self, sandbox: object) -> None:
+        """A sandbox begins to use the place."""
+        with _places_lock:
+            self._sandboxes.add(id(sandbox))
+
+    def leave(self, sandbox: object) -> None:
+        """A sandbox is done with the place; idempotent. After the last one, the next start there removes what may be left of it."""
+        with _places_lock:
+            self._sandboxes.discard(id(sandbox))
 
     def open(self) -> ChannelStream:
         """Make the place and start an outpost in it.
@@ -196,11 +207,13 @@ class Place:
 
 
 _places: Final[weakref.WeakSet[Place]] = weakref.WeakSet()
+_places_lock: Final = threading.Lock()
 
 
 def directories_in_use() -> frozenset[str]:
     """Names of the directories, on whatever server, in which sandboxes of this process live."""
-    return frozenset(os.path.basename(place._directory) for place in list(_places) if place._directory)
+    with _places_lock:
+        return frozenset(os.path.basename(place._directory) for place in list(_places) if place._directory and place._sandboxes)
 
 
 def _plain(runtime: Runtime) -> Iterator[bytes]:

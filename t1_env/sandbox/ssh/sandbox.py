@@ -45,6 +45,7 @@ class SshSandbox(RemoteSandbox):
         self.config = SshConfig.load() if config is None else config
         import_paramiko()
         self._place = Place(self.config)
+        self._place.join(self)
 
     def start(self) -> None:
         """Create it; does nothing when it is started already.
@@ -93,6 +94,7 @@ class SshSandbox(RemoteSandbox):
     def _sibling(self) -> SshSandbox:
         sibling = SshSandbox(self.spec, self.config)
         sibling._place = self._place
+        self._place.join(sibling)
         return sibling
 
     def close(self) -> None:
@@ -101,6 +103,7 @@ class SshSandbox(RemoteSandbox):
         if client is not None and not client.alive:
             self._place.give_up()
         super().close()
+        self._place.leave(self)
 
 
 def list_leftovers(config: SshConfig) -> list[Finding]:
