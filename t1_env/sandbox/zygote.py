@@ -146,8 +146,11 @@ class Zygote:
             syscalls.set_process_name("t1-keeper", self._owner)
             syscalls.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
             if self._privileged:
-                os.write(ready_write, b"1")
-                answer = os.read(mapped_read, 1)
+                try:
+                    os.write(ready_write, b"1")
+                    answer = os.read(mapped_read, 1)
+                except BrokenPipeError:
+                    answer = b""
                 if answer == b"":
                     raise OSError(errno.EPIPE, "the launcher was killed meanwhile", "zygote")  # no refusal: it can be tried again
                 if answer != b"1":
