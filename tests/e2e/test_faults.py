@@ -358,7 +358,9 @@ def inventory(backend: Backend) -> dict[str, Counter[str]]:
         with contextlib.suppress(OSError):  # the one that lists the directory
             descriptors[re.sub(r"[0-9]+", "N", str(entry.readlink()))] += 1
     return {
-        "processes": Counter(f"{process.name} {process.state}".removesuffix(" S") for process in descendants() if backend.is_ours(process)),
+        "processes": Counter(
+            f"{process.name}{' (zombie)' * (process.state == 'Z')}" for process in descendants() if backend.is_ours(process)
+        ),
         "threads": Counter(re.sub(r"[0-9]+", "N", thread.name) for thread in threading.enumerate()),
         "descriptors": descriptors,
         "mounts": Counter(re.sub(r"[0-9a-f]{8,}", "N", target) for target in mount_points() if not target.startswith(OF_OTHERS)),
