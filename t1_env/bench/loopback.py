@@ -37,6 +37,7 @@ class LoopbackServer:
         user: The present user, the only one who may log in.
         key_file: Private key to log in with.
         known_hosts_file: Holds the server's key.
+        directory: All of its files lie here; gone when it is.
     """
 
     host: str
@@ -44,6 +45,7 @@ class LoopbackServer:
     user: str
     key_file: Path
     known_hosts_file: Path
+    directory: Path
 
 
 @contextlib.contextmanager
@@ -69,7 +71,7 @@ def loopback_server() -> Iterator[LoopbackServer]:
             kind, key_text, *_ = (directory / "host_key.pub").read_text(encoding="ascii").split()
             known_hosts = directory / "known_hosts"
             known_hosts.write_text(f"[{_HOST}]:{port} {kind} {key_text}\n", encoding="ascii")
-            yield LoopbackServer(_HOST, port, getpass.getuser(), directory / "client_key", known_hosts)
+            yield LoopbackServer(_HOST, port, getpass.getuser(), directory / "client_key", known_hosts, directory)
         finally:
             process.kill()
             process.wait()

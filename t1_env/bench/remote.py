@@ -137,6 +137,7 @@ def _loopback_site() -> Iterator[shells.Site]:
             known_hosts_file=str(server.known_hosts_file),
             agent=False,
             ssh_config_file="none",
+            remote_dir=str(server.directory / "far"),
         )
         yield shells.Site(lambda: SshSandbox(SandboxSpec(), config=config), {_SSH_PEER: functools.partial(_ssh_exec, server)})
 

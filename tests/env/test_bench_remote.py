@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,23 @@ def test_ssh_is_measured_beside_an_exec_each_on_a_server_of_its_own() -> None:
     place = remote.ssh_place(loopback=True)
     measured = check_place(place)["ssh-true"]
     assert {name for name, series in measured.items() if series.role is Role.PEER} == {"ssh exec"}
+
+
+@needs_sshd
+def test_the_runtime_goes_where_the_throw_away_server_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Path] = []
+
+    @contextlib.contextmanager
+    def remember() -> Iterator[loopback.LoopbackServer]:
+        with loopback_server() as server:
+            yield server
+            seen.append(server.directory)
+            assert any((server.directory / "far").iterdir()), "sandboxes keep their files there, not in the login's home"
+
+    monkeypatch.setattr(remote, "loopback_server", remember)
+    remote.probe(remote.ssh_place(loopback=True))
+    assert len(seen) == 1
+    assert not seen[0].exists()
 
 
 def test_a_host_that_is_not_configured_is_said_before_anything_is_measured(
