@@ -16,3 +16,5 @@ def top(text, n):
 def longest(text):
     return max(text.split(), key=len)
 EOF
+# step: write the version
+echo 1.0 > VERSION

@@ -1,6 +1,7 @@
 """Verifiers of imported-module: code of the agent runs in the process of the tests."""
 
 import sys
+from pathlib import Path
 
 sys.path.insert(0, "/app")
 
@@ -25,3 +26,8 @@ def test_top() -> None:
 def test_longest() -> None:
     """4. The longest word."""
     assert wordcount.longest("oak cherry elm") == "cherry"
+
+
+def test_version() -> None:
+    """5. VERSION holds the version. It has nothing to do with the module, but runs in the process that has imported it."""
+    assert Path("/app/VERSION").read_text().strip() == "1.0"
