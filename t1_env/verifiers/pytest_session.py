@@ -51,34 +51,38 @@ def new_session() -> Session:
     return session
 
 
-def collect_tests(session: Session, tests_dir: str, report: Report) -> tuple[_Recorder, dict[str, list[pytest.Item]]]:
+def collect_tests(
+    session: Session, recorder: Recorder, report: Report, *, only: Sequence[str] | None = None, ignored: Sequence[str] = ()
+) -> dict[str, list[pytest.Item]]:
     """Import the test files and report what they hold.
 
     Args:
         session: A fresh session.
-        tests_dir: Absolute directory of the test files. Its conftest.py files count, those above it (the agent's tree) do not.
+        recorder: For the directory of the test files. Its conftest.py files count, those above it (the agent's tree) do not.
         report: Receives one ``collected`` record with every id, duplicates included, and the collection errors.
+        only: Absolute paths of the files to collect; None for the whole directory.
+        ignored: Files, relative to the tests directory, to leave out.
 
     Returns:
-        The recorder to hand to `run_tests`, and id -> test items in pytest's order; more than one item means a duplicated id.
+        id -> test items in pytest's order; more than one item means a duplicated id.
     """
     manager = session.config.pluginmanager
     manager._noconftest = False
-    manager._confcutdir = Path(tests_dir)
-    recorder = _Recorder(tests_dir)
+    manager._confcutdir = Path(recorder.tests_dir)
     manager.register(recorder, "t1-recorder")
+    session.config.option.ignore = [f"{recorder.tests_dir}/{name}" for name in ignored]
     try:
-        session.perform_collect([tests_dir])
+        session.perform_collect([recorder.tests_dir] if only is None else list(only))
     except (pytest.UsageError, pytest.exit.Exception) as error:
         recorder.errors.append(f": {type(error).__name__}: {error}"[:MESSAGE_LIMIT])
     items: dict[str, list[pytest.Item]] = {}
     for item in session.items:
         items.setdefault(recorder.relative(item.nodeid), []).append(item)
     report({"kind": "collected", "ids": [recorder.relative(item.nodeid) for item in session.items], "errors": recorder.errors})
-    return recorder, items
+    return items
 
 
-def run_tests(session: Session, recorder: _Recorder, chosen: Sequence[tuple[str, pytest.Item]], report: Report) -> None:
+def run_tests(session: Session, recorder: Recorder, chosen: Sequence[tuple[str, pytest.Item]], report: Report) -> None:
     """Run tests one after the other in this process, as pytest would, reporting each start and each verdict.
 
     Args:
@@ -95,14 +99,20 @@ def run_tests(session: Session, recorder: _Recorder, chosen: Sequence[tuple[str,
         report({"kind": "verdict", "id": name, **recorder.verdict()})
 
 
-class _Recorder:
-    """The pytest plugin that turns reports into verdicts."""
+class Recorder:
+    """The pytest plugin that turns reports into verdicts.
+
+    Args:
+        tests_dir: Absolute directory of the test files.
+    """
 
     def __init__(self, tests_dir: str) -> None:
         self.tests_dir = tests_dir
         self.prefix = tests_dir.strip("/") + "/"
         self.reports: list[pytest.TestReport] = []
         self.errors: list[str] = []
+        self.collecting = ""
+        """The file that is being imported, relative to the tests directory; empty between files."""
 
     def relative(self, nodeid: str) -> str:
         """Node id relative to the tests directory."""
@@ -129,8 +139,13 @@ class _Recorder:
         """Keep the report of one phase."""
         self.reports.append(report)
 
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
+        """Note which file is being imported."""
+        self.collecting = self.relative(collector.nodeid) if isinstance(collector, pytest.File) else ""
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why a file could not be collected, or was skipped as a whole."""
+        self.collecting = ""
         if report.passed:
             return
         lines = [line for line in str(report.longrepr).splitlines() if line.strip()]

@@ -184,6 +184,7 @@ def report_of(result: CloneResult, ids: Sequence[str]) -> VerifierReport:
         source=RUNNER,
         seconds=result.seconds,
         unknown=tuple(result.payload["unknown"]),
+        tainted=tuple(result.payload.get("tainted", ())),
         masked=result.masked,
     )
 

@@ -27,6 +27,7 @@ from typing import Any, Final, NoReturn
 import pytest
 
 from t1_env.verifiers import worker
+from t1_env.verifiers.runner_process import test_environment
 
 LOGS_DIR: Final = "/logs/verifier"
 """Where Harbor's test scripts leave their results."""
@@ -115,7 +116,7 @@ class _Script:
             path.chmod(0o755)
 
     def _start(self, output: int) -> subprocess.Popen[bytes]:
-        env = worker.test_environment(self.payload)
+        env = test_environment(self.payload)
         env["PATH"] = f"{self.root}/bin:{env['PATH']}"
         script = self.script
         workdir = self.payload["workdir"] if Path(self.payload["workdir"]).is_dir() else "/"
