@@ -36,13 +36,15 @@ PASSED_AS: Final[Mapping[Channel, int]] = {channel: fd - 300 for channel, fd in 
 # put aside too. The outer redirection is for an agent that closed descriptor 504, and would otherwise read bash's complaint about it.
 # `jobs -n` makes bash forget jobs that ended; it does not by itself here, and would list programs long gone.
 _LOOP: Final = (
-    r"""while { { __t1=("${__t1[4]-$?}" "$-" "${__t1[2]-0}" [5]="${__t1[5]-}"); \typeset -F builtin && __t1_free; """
+    r"""while { { __t1=("${__t1[4]-$?}" "$-" "${__t1[2]-0}" [5]="${__t1[5]-}"); \typeset -F builtin && __t1_free; \enable eval; """
     r"""\builtin trap -p DEBUG ERR >&502; \builtin trap - DEBUG ERR; case ${__t1[1]} in *[evx]*) \builtin set +evx ;; esac; """
     r"""} >&504 2>&504 && __t1_next; } 2>|/dev/null; do \builtin eval "${__t1[3]-}"; done; """
     r"""{ __t1[6]=$?; if [[ -v '__t1[3]' ]]; then __t1[4]=${__t1[6]}; elif ! [[ -v '__t1[4]' ]]; then __t1[4]=${__t1[0]-0}; fi; """
     r"""\typeset -F builtin && __t1_free; \builtin unset '__t1[3]'; PS1='\[\e]7771;t1\a\]'; """
     r"""\builtin printf 'L\0\0' >&502; } >|/dev/null 2>&1"""
 )
+RECOVER: Final = r"\enable builtin eval exit export jobs mapfile printf return set shopt trap unset; \typeset -F builtin && __t1_free"
+"""What makes the loop's builtins usable again, whatever the agent did to them."""
 
 # A function called `builtin` is handed over with the record, to be defined again before the next command. In POSIX mode the special
 # builtins come before functions: `unset` is itself there even if the agent has functions of that name too.
@@ -76,11 +78,12 @@ __t1_next() {
     if \builtin mapfile -d '' -n 1 -t -O 3 -u 500 __t1; then
         [[ -v '__t1[3]' ]] || \builtin exit 0
         __t1[5]=
-        \builtin mapfile -d '' -n 2 -t -O 2 -u 501 __t1 && \builtin return 0
+        \builtin mapfile -d '' -n 2 -t -O 2 -u 501 __t1 || \builtin unset '__t1[3]'
     fi 2>&504
-    \builtin unset '__t1[3]'
-    \builtin printf 'B\0\0' >&502 2>&504
-    \builtin return 1
+    [[ -v '__t1[3]' ]] || {
+        \builtin printf 'B\0\0' >&502 2>&504
+        [[ -v '__t1[3]' ]]
+    }
 }
 __t1_ret() {
     {
@@ -123,7 +126,7 @@ class BashDialect:
     env: Mapping[str, str] = {}
     argv: list[str] = ["bash", "--noprofile", "--rcfile", f"/proc/self/fd/{PASSED_AS[Channel.TEXT]}", "--noediting", "-i"]  # noqa: RUF012
     start_line = b""
-    return_line = b' { \\typeset -F builtin && __t1_free; } 2>|/dev/null >&504; \\builtin eval "$__t1_loop"\n'
+    return_line = f' {{ {RECOVER}; }} 2>|/dev/null >&504; \\builtin eval "$__t1_loop"\n'.encode()
     wake_byte = b"\0"
     rereads_text = False
     prompt_fd: int | None = None

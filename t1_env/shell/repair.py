@@ -84,7 +84,7 @@ class Holder:
         closed = " ".join(f"{fd}<&-" for fd in bash.FD.values())
         # `builtin exec` would take its redirections back, so it has to be `exec` itself
         return (
-            " { \\typeset -F builtin && __t1_free; \\builtin unset -f exec; "
+            f" {{ {bash.RECOVER}; \\builtin unset -f exec; "
             f"\\exec {closed} {spare}<&0; {'; '.join(opened)}; "
             # bash's own descriptor of the terminal, for job control
             f"[[ -e /proc/self/fd/255 ]] || {{ {bash.move('<>/dev/tty', 255, spare=spare, saved=saved)}; }}; "

@@ -50,6 +50,7 @@ MISCHIEF: Final = {
         "for w in printf trap set mapfile export return read command typeset unset jobs exit shopt builtin eval; "
         'do source /dev/stdin <<<"function $w { echo oops; }"; done'
     ),
+    "builtins_disabled": "enable -n printf mapfile export eval trap set jobs",
     "exit_trap_set": "trap 'true' EXIT",
     "child_trap": "trap 'true' CHLD",
     "ignored_pipe_signal": "trap '' PIPE",
