@@ -84,11 +84,15 @@ def test_a_program_with_a_connection_is_not_taken_for_a_reader(monkeypatch: pyte
         code = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]})).recv(1)"
         with subprocess.Popen([sys.executable, "-c", code], stdin=slave) as process:
             connection, _ = server.accept()
-            deadline = time.monotonic() + 30
-            while blocked.blocked_call(process.pid).call == "" and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert blocked.blocked_call(process.pid).call == "wait"
-            connection.close()
+            try:
+                deadline = time.monotonic() + 120
+                while (call := blocked.blocked_call(process.pid).call) != "wait" and time.monotonic() < deadline:
+                    assert call != "read"
+                    time.sleep(0.02)
+                assert call == "wait"
+            finally:
+                process.kill()
+                connection.close()
     os.close(master)
     os.close(slave)
 

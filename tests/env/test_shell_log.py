@@ -8,14 +8,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from t1_env.errors import ShellError
 from t1_env.shell.log import OutputLog
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.binary(max_size=40), max_size=30), st.integers(1, 50), st.data())
 def test_it_is_the_tail_of_what_was_written(parts: list[bytes], capacity: int, data: st.DataObject) -> None:
     log, whole = OutputLog(capacity), b""
