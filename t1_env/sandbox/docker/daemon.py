@@ -47,6 +47,10 @@ class Daemon:
     def __init__(self, config: DockerConfig) -> None:
         self.config = config
         self.sdk = _import_sdk()
+        # The errors of the HTTP library below the SDK are OSErrors, except those of reading a body, which come from one layer below. Looked
+        # up now, because a sandbox may be closed while the interpreter goes down and imports nothing any more.
+        lower = importlib.import_module("urllib3.exceptions")
+        self._broken: tuple[type[BaseException], ...] = (self.sdk.errors.DockerException, OSError, lower.HTTPError)
         self._slots = threading.BoundedSemaphore(config.max_concurrent_starts)
         self._pace = threading.Lock()
         self._next_start = 0.0
@@ -168,12 +172,6 @@ class Daemon:
         """Close the connections. Idempotent."""
         if self.api is not None:
             self.api.close()
-
-    @property
-    def _broken(self) -> tuple[type[BaseException], ...]:
-        # The errors of the HTTP library below the SDK are OSErrors, except those of reading a body, which come from one layer below.
-        lower = importlib.import_module("urllib3.exceptions")
-        return (self.sdk.errors.DockerException, OSError, lower.HTTPError)
 
     def _client(self, timeout_s: float) -> Any:
         if self.config.base_url is not None:
