@@ -1,8 +1,8 @@
 """The inside of a verification clone: from a fresh fork of the keeper to the trusted function's result.
 
 The clone sees exactly the frozen sandbox's filesystem through a throw-away layer, in namespaces of its own. Its interpreter keeps
-working because the standard library and site-packages are mounted, read-only and straight from the host, under ``/dev/.t1``; nothing is
-ever imported from what the agent can write.
+working because the standard library and site-packages are mounted, read-only and straight from the host, in a directory of ``/dev`` whose
+name is drawn anew for every clone; nothing is ever imported from what the agent can write.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from t1_env.sandbox import clone_root, limits, rootfs, seccomp, stacking, syscalls
+from t1_env.sandbox import clone_root, limits, rootfs, seccomp, stacking, syscalls, within
 from t1_env.sandbox.masking import Masks
 
 if TYPE_CHECKING:
     from _typeshed.importlib import PathEntryFinderProtocol as PathEntryFinder
 
-LIBRARY: Final = "/dev/.t1"
-"""Where the interpreter's own directories are mounted in a clone."""
-
+_BARE: Final = "bare"
+_CAP_SYS_CHROOT: Final = 18
 _FORBIDDEN_TARGETS: Final = ("proc", "dev", "sys")
 
 
@@ -37,20 +36,22 @@ class Interpreter:
     """Host directories that a clone's interpreter needs.
 
     Args:
-        roots: Mounted as ``LIBRARY/0``, ``LIBRARY/1``, ...; none lies inside another.
+        roots: Mounted as ``library/0``, ``library/1``, ...; none lies inside another.
         hidden: Directories below them that must be empty in a clone (bundled tasks with their solutions).
         executable: Host path of the Python binary.
+        library: Where in the clone they are mounted.
     """
 
     roots: tuple[str, ...]
     hidden: tuple[str, ...]
     executable: str
+    library: str = "/dev/.t1"
 
     def relocate(self, path: str) -> str | None:
         """Where a host path is found in the clone; None if it is not there."""
         for index, root in enumerate(self.roots):
             if path == root or path.startswith(f"{root}/"):
-                return f"{LIBRARY}/{index}{path[len(root) :]}"
+                return f"{self.library}/{index}{path[len(root) :]}"
         return None
 
 
@@ -130,7 +131,7 @@ def run_clone(
     try:
         syscalls.close_all_except([fd for fd in (result_fd, ready_fd, request.network_fd) if fd is not None and fd >= 0])
         syscalls.set_process_name("t1-verifier")
-        _enter(request, template, interpreter, ready_fd)
+        _enter(request, template, replace(interpreter, library=f"/dev/.{os.urandom(16).hex()}"), ready_fd)
         result = {"payload": resolve_entry(request.entry)(request.payload)}
         data = json.dumps(result).encode("ascii")
     except BaseException as error:  # noqa: BLE001  (whatever the function raises, SystemExit included, is its caller's to hear of)
@@ -157,9 +158,14 @@ def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interp
         os.close(ready_fd)
     rootfs.mount_kernel_filesystems(root)
     _mount_library(root, interpreter)
+    bare = f"{interpreter.library}/{_BARE}"
+    os.mkdir(root + bare, 0o755)
+    rootfs.seal_dev(root)
+    if request.mounts:
+        syscalls.mount(root, root + bare, None, syscalls.MS_BIND | syscalls.MS_REC)
+        within.bare_root = bare
     for target, source in request.mounts.items():
         _mount_read_only(root, target, source, request.stack.link_target(template, target.strip("/").partition("/")[0]))
-    rootfs.seal_dev(root)
     syscalls.enter_root(root)
     _relocate_interpreter(interpreter)
     syscalls.set_hostname(request.hostname)
@@ -176,7 +182,8 @@ def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interp
     )
     limits.prefer_as_victim()
     limits.apply_rlimits(doubled, memory_is_bounded=request.memory_is_bounded)
-    syscalls.drop_privileges()
+    # A program that this process starts in the bare root stays there: it gets nothing that could change its root.
+    syscalls.drop_privileges(not_for_programs=(_CAP_SYS_CHROOT,))
     if seccomp.available():
         seccomp.install()
     os.environ.clear()
@@ -188,9 +195,9 @@ def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interp
 
 
 def _mount_library(root: str, interpreter: Interpreter) -> None:
-    os.mkdir(root + LIBRARY, 0o755)
+    os.mkdir(root + interpreter.library, 0o755)
     for index, source in enumerate(interpreter.roots):
-        target = f"{root}{LIBRARY}/{index}"
+        target = f"{root}{interpreter.library}/{index}"
         os.mkdir(target, 0o755)
         syscalls.bind(source, target, read_only=True)
     for path in interpreter.hidden:

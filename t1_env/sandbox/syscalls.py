@@ -209,14 +209,19 @@ def set_hostname(name: str) -> None:
     _check(_libc.sethostname(raw, ctypes.c_size_t(len(raw))))
 
 
-def drop_privileges() -> None:
-    """Keep the default capabilities of a container, forbid gaining any, and make this process unreadable to its own children."""
+def drop_privileges(*, not_for_programs: Iterable[int] = ()) -> None:
+    """Keep the default capabilities of a container, forbid gaining any, and make this process unreadable to its own children.
+
+    Args:
+        not_for_programs: Capabilities that this process and its forks keep and that no program they execute gets.
+    """
+    withheld = frozenset(not_for_programs)
     number = _SYS_KEYCTL.get(platform.machine())
     if number is not None:
         # A session keyring of its own instead of the host's. Kernels without keyrings refuse, and have nothing to leak.
         _libc.syscall(ctypes.c_long(number), ctypes.c_int(_KEYCTL_JOIN_SESSION_KEYRING), None)
     for capability in range(64):
-        if capability not in KEPT_CAPABILITIES and _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
+        if capability not in KEPT_CAPABILITIES - withheld and _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
             break  # past the kernel's last capability
     low = sum(1 << capability for capability in KEPT_CAPABILITIES if capability < 32)
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)

@@ -18,8 +18,10 @@ from typing import Any, Final
 
 from _pytest.main import Session
 
+from t1_env.sandbox import within
 from t1_env.verifiers import runner_process
 from t1_env.verifiers.integrity import Pristine
+from t1_env.verifiers.programs import confine_programs
 from t1_env.verifiers.pytest_session import MESSAGE_LIMIT
 from t1_env.verifiers.runner_process import TOKEN_CHARS, Assignment
 
@@ -60,6 +62,8 @@ class Supervisor:
         self.tainted: list[str] = []
         # Only on a list that was frozen before the agent did anything there is something to watch for.
         self._watched = ids is not None
+        if self._watched and within.bare_root is not None:
+            confine_programs(within.bare_root, self.tests_dir)  # here, so that runners find it as it is to be
         self._session = session
         self._pristine: Pristine | None = None
         self._seen: set[str] = set()

@@ -177,10 +177,9 @@ class _Script:
 
 
 def _kill_session(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    for kill in (os.killpg, os.kill):  # the latter for one that has not made its session yet
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _read_regular(path: Path) -> str | None:

@@ -151,10 +151,37 @@ def test_kernel_filesystems_cannot_be_mounted_over(sandbox, tmp_path, target):
 
 def test_hidden_host_paths_are_not_in_clones(sandbox):
     """The interpreter is mounted there, the tasks and their solutions are not."""
-    listing = in_clone(sandbox, "find /dev/.t1 -maxdepth 4 -name tasks -o -maxdepth 4 -name '*.toml' -path '*tasks*'; ls /dev/.t1")
+    listing = in_clone(sandbox, "cd /dev/.??*; find . -maxdepth 4 -name tasks -o -maxdepth 4 -name '*.toml' -path '*tasks*'; ls -d 0")
     root = Path(__file__).resolve().parents[2]
-    assert all(not (root / line.removeprefix("/dev/.t1/")).exists() or "t1_env/tasks" in line for line in listing.split())
+    assert all(not (root / line.removeprefix("./")).exists() or "t1_env/tasks" in line for line in listing.split())
     assert in_clone(sandbox, "find / -xdev -path '*/hello-file/*' -o -path '*/solution/solve.sh' 2>/dev/null | head") == ""
+
+
+def test_the_interpreters_library_is_somewhere_else_each_time(sandbox):
+    first, second = (in_clone(sandbox, "ls -A /dev | grep '^\\.'") for _ in range(2))
+    assert first != second
+    assert len(first.strip()) > 32
+    assert in_clone(sandbox, "touch /dev/.*/x /dev/.*/0/x 2>/dev/null; echo $?") == "1\n"
+
+
+def test_a_root_without_the_mounts_can_be_entered_and_not_left(sandbox, tmp_path):
+    (tmp_path / "secret").write_text("42")
+    sh(sandbox, "echo agent > /app/file; mkdir /usr/local/lib/new")
+    script = r"""
+        bare=$(echo /dev/.??*/bare)
+        cat /tests/secret; echo
+        ls /tests; ls -d $bare/app $bare/usr/local/lib/new $bare/proc/1; ls -A $bare/tests $bare/dev/.*/bare; cat $bare/app/file
+        echo clone > $bare/app/file; cat /app/file; echo x > $bare/dev/shm/x; cat /dev/shm/x
+        test -e $bare/dev/null && echo device; chroot / true 2>&1 | grep -c -i permitted; touch $bare/dev/new 2>&1 | grep -c -i read-only
+    """
+    said = in_clone(sandbox, script.replace("chroot / true", "(chroot / true || /usr/sbin/chroot / true)"), mounts={"/tests": tmp_path})
+    lines = said.replace("\n\n", "\n").splitlines()
+    assert lines[0] == "42"
+    assert [line for line in lines if "secret" in line] == ["secret"]
+    assert lines[-5:-3] == ["clone", "x"]
+    assert lines[-3] == "device"
+    assert int(lines[-2]) >= 1
+    assert sh(sandbox, "cat /app/file; ls -d /tests 2>/dev/null; true") == "agent\n"
 
 
 # ----------------------------------------------------------------------------------------------------------- what can go wrong in one

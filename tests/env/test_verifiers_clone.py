@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -311,3 +312,103 @@ def test_a_server_of_the_agent_is_asked_where_it_runs(sandbox, tmp_path):
     server.kill()
     server.wait(10)
     assert run(sandbox, task, ids).as_bools() == {ids[0]: False, ids[1]: True}
+
+
+# ----------------------------------------------------------------------------------------------------------------- what a test finds
+SURROUNDINGS = """
+import os, site, sys, importlib.metadata
+
+def test_isolated():
+    assert sys.flags.isolated and sys.flags.no_user_site and sys.flags.ignore_environment and sys.flags.no_site
+
+def test_environment():
+    expected = {"PATH", "HOME", "HOSTNAME", "LANG", "LOGNAME", "SHELL", "TERM", "TZ", "USER", "PAGER", "GIT_PAGER", "DEBIAN_FRONTEND", "A"}
+    assert {name for name in os.environ if not name.startswith("PYTEST_")} == expected
+    assert "PYTEST_ADDOPTS" not in os.environ and "PYTEST_PLUGINS" not in os.environ
+
+def test_no_user_site():
+    assert not [path for path in sys.path if path.startswith(("/root", "/app", "/home", "/tmp", "/usr"))]
+    assert "sitecustomize" not in sys.modules and "usercustomize" not in sys.modules
+
+def test_no_agents_conftest(pytestconfig):
+    files = [getattr(plugin, "__file__", "") or "" for plugin in pytestconfig.pluginmanager.get_plugins()]
+    assert [file for file in files if file.endswith("conftest.py")] == ["/tests/conftest.py"]
+
+def test_no_plugins(pytestconfig):
+    assert pytestconfig.pluginmanager.list_plugin_distinfo() == []
+    assert pytestconfig.inipath is None or str(pytestconfig.inipath) == "/dev/null"
+
+def test_library_is_trusted():
+    library = [path for path in sys.path if path != "/tests"]
+    assert library and all(path.startswith("/dev/.") for path in library)
+    for path in library:
+        if os.path.isdir(path):
+            try:
+                open(path + "/new", "w")
+            except OSError:
+                continue
+            raise AssertionError(path)
+"""
+
+
+def test_the_toolchain_is_trusted(sandbox, tmp_path):
+    task = make_task(tmp_path, SURROUNDINGS)
+    task = replace(task, config=task.config.model_copy(update={"verifier": task.config.verifier.model_copy(update={"env": {"A": "1"}})}))
+    (task.tests_dir / "conftest.py").write_text("")
+    ids = collect(sandbox, task)
+    site = "/root/.local/lib/python3.11/site-packages"
+    sh(sandbox, f"mkdir -p {site}; for name in sitecustomize usercustomize conftest; do echo 'raise SystemExit' > {site}/$name.py; done")
+    for path in ("/", "/app", "/root"):
+        sh(sandbox, f"echo 'raise SystemExit' > {path}/conftest.py; printf '[pytest]\\naddopts=--co' > {path}/pytest.ini")
+    report = run(sandbox, task, ids)
+    assert [outcome.message for outcome in report.outcomes.values()] == [""] * len(ids)
+
+
+PROGRAMS = """
+import os, pty, subprocess, sys
+from pathlib import Path
+
+LOOK = "cat /tests/expected.txt 2>/dev/null || echo nothing"
+
+def test_run():
+    assert subprocess.run(["bash", "/app/look.sh"], capture_output=True, text=True).stdout == "nothing\\n"
+
+def test_a_path_that_only_looks_like_it():
+    assert subprocess.run(["bash", "/app/look.sh", "/app/tests", "/testsuite"], capture_output=True, text=True).stdout == "nothing\\n"
+
+def test_shell():
+    os.system("bash /app/look.sh > /tmp/seen")
+    assert Path("/tmp/seen").read_text() == "nothing\\n"
+    assert os.popen("bash /app/look.sh").read() == "nothing\\n"
+
+def test_terminal():
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.execvp("bash", ["bash", "/app/look.sh"])
+    assert os.read(fd, 100) == b"nothing\\r\\n"
+    os.waitpid(pid, 0)
+
+def test_helper_of_the_tests():
+    assert subprocess.check_output(["bash", "/tests/helper.sh"]) == b"42\\n"
+    assert subprocess.check_output(["cat", "expected.txt"], cwd="/tests") == b"42\\n"
+    env = {"TEST_DIR": "/tests", "PATH": os.environ["PATH"]}
+    assert subprocess.check_output("cat $TEST_DIR/expected.txt", shell=True, env=env) == b"42\\n"
+
+def test_where_it_runs():
+    out = subprocess.run("pwd; ls /app; echo x > made-by-program; exit 3", shell=True, capture_output=True, text=True, cwd="/app")
+    assert (out.returncode, out.stdout.split()[:2]) == (3, ["/app", "look.sh"])
+    assert Path("/app/made-by-program").read_text() == "x\\n"
+    assert os.system("kill -9 $$") == 9 and os.system("exit 3") == 3 << 8
+    assert subprocess.run([sys.executable, "-I", "-c", "print(1)"], capture_output=True, cwd="/app").returncode == 0
+"""
+
+
+def test_programs_do_not_see_the_tests(sandbox, tmp_path):
+    task = make_task(tmp_path, PROGRAMS)
+    (task.tests_dir / "expected.txt").write_text("42\n")
+    (task.tests_dir / "helper.sh").write_text("cat /tests/expected.txt\n")
+    ids = collect(sandbox, task)
+    escape = " ".join(f"{path}/tests/expected.txt" for path in ("", "/proc/1/root", "/proc/$PPID/root", "/proc/*/cwd/..", "/proc/*/root"))
+    sandbox.put(f"cat {escape} 2>/dev/null | grep . || echo nothing\n".encode(), "/app/look.sh")
+    report = run(sandbox, task, ids)
+    assert [outcome.message for outcome in report.outcomes.values()] == [""] * len(ids)
