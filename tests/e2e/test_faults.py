@@ -450,7 +450,8 @@ class Campaign:
         rng = random.Random(f"{SEED}:{self.backend.name}:{number}")
         phase = rng.choice(PHASES)
         often = 1 if phase in ("sandbox", "shell", "verbatim") else rng.randint(1, 3)
-        plan = Plan(phase, often, rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.1)]), rng.choice(self.backend.victims))
+        victim = self.backend.victims[number % len(self.backend.victims)]  # each in its turn, also in a short run
+        plan = Plan(phase, often, rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.1)]), victim)
         saboteur = Saboteur(self.backend, plan, rng)
         watch.on_phase = saboteur.notice
         message = trouble = ""
