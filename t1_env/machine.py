@@ -324,12 +324,9 @@ class Machine:
     def close(self) -> None:
         """End the shell and remove the sandbox. Idempotent."""
         session, self._session = self._session, None
-        if self._pending is not None and self._pending.running:
-            self.sandbox.close()  # first, for a shell that stands still cannot be ended; whoever waits for the verifiers wakes up
-        try:
-            if session is not None:
-                session.close()
-        finally:
-            self.sandbox.close()
+        # First, so that whoever waits in another thread for a command or for the verifiers wakes up: a session is closed after its step.
+        self.sandbox.close()
+        if session is not None:
+            session.close()
             if self._copy is not None:
                 self._copy.close()

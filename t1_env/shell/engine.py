@@ -27,7 +27,7 @@ from t1_env.shell.screen import TerminalScreen
 __all__ = ["LOG_BLOCK_BYTES", "BashEngine", "OffersShell", "ShellEngine"]
 
 _END_NEWS_S: Final = 2.0
-_REPAIR_S: Final = 2.0
+_REPAIR_S: Final = 20.0
 _SECOND_TRY_S: Final = 0.5
 _NOT_FOUND: Final = 127
 _VERSIONS: Final[dict[ShellName, str]] = {"bash": "bash 5.0 or later", "sh": "a POSIX shell such as dash", "zsh": "zsh 5.8 or later"}
@@ -52,6 +52,7 @@ class BashEngine:
         self._log_start = 0  # of the step that comes next
         self._dialect = dialect_for(config.shell)
         self._started = False
+        self._owner = os.getpid()
         self._driver: ShellDriver | None = None  # also None while the sandbox cannot run a shell
         self._exports = b""  # of a shell that could not be replaced yet
         self._state = ShellState.SHELL_EXITED
@@ -70,6 +71,7 @@ class BashEngine:
         if self._started:
             raise ShellError("the session is already started: close it first")
         self._log = OutputLog(self._config.log_bytes)
+        self._owner = os.getpid()
         try:
             self._driver = self._open(cwd=self._config.cwd, exports=b"")
         except BaseException:
@@ -81,9 +83,9 @@ class BashEngine:
 
     def close(self) -> None:
         """End the shell. Background jobs end with the sandbox. Idempotent."""
-        if self._driver is not None:
+        if self._driver is not None and self._owner == os.getpid():
             self._driver.channel.close()
-            self._driver = None
+        self._driver = None
         self._log.close()
         self._started = False
         self._state = ShellState.SHELL_EXITED
@@ -179,7 +181,13 @@ class BashEngine:
             driver.type_keys(text.replace("\n", "\r").encode("utf-8", "replace") + b"\r", deadline)
         else:
             driver.begin(text)
-        outcome = self._wait(driver, deadline, self._config.quiet_timeout_s)
+        try:
+            outcome = self._wait(driver, deadline, self._config.quiet_timeout_s)
+        except KeyboardInterrupt:
+            # Whoever called turns away from this command (Ctrl-C in a notebook). Left running, it would be given the next one as input.
+            if driver.interrupt() is not Outcome.FINISHED:
+                driver.channel.process.kill()  # the next step puts a new shell in its place
+            raise
         timed_out = outcome in (Outcome.EXPIRED, Outcome.QUIET)
         if timed_out:
             outcome = driver.interrupt()
@@ -254,6 +262,8 @@ class BashEngine:
     def _has_shell(self) -> bool:
         """Whether there is a shell; one that could not be replaced when it ended is replaced now, if that has become possible."""
         self._require_started()
+        if self._owner != os.getpid():  # a forked child has a copy of this object, not a shell
+            self._driver, self._state = None, ShellState.SANDBOX_DEAD
         if self._driver is None and self._state is not ShellState.SANDBOX_DEAD:
             self._state, _ = self._new_shell(self._exports)
         return self._driver is not None
@@ -367,6 +377,7 @@ class BashEngine:
         except (SandboxError, OSError):  # no room for a helper: the shell is replaced
             return False
         try:
+            driver.await_prompt(_REPAIR_S)
             line = holder.line_for(driver.channel)
             return driver.reconnect(line, holder.take(), _REPAIR_S)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 from typing import Self
 
@@ -34,6 +35,7 @@ class Session:
 
     def __init__(self, sandbox: Spawner | OffersShell, config: ShellConfig | None = None) -> None:
         config = config or ShellConfig()
+        self._step = threading.RLock()
         self._engine: ShellEngine = sandbox.open_shell(config) if isinstance(sandbox, OffersShell) else BashEngine(sandbox, config)
 
     # ------------------------------------------------------------------------------------------------------------------ life cycle
@@ -47,8 +49,9 @@ class Session:
         self._engine.start()
 
     def close(self) -> None:
-        """End the shell. Background jobs end with the sandbox. Idempotent."""
-        self._engine.close()
+        """End the shell, once a step that runs in another thread is over. Background jobs end with the sandbox. Idempotent."""
+        with self._step:
+            self._engine.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -144,7 +147,8 @@ class Session:
         Raises:
             ShellError: If the session was not started.
         """
-        return self._engine.run(text, timeout_s)
+        with self._step:
+            return self._engine.run(text, timeout_s)
 
     def keys(self, text: str, wait_s: float = 1.0) -> ShellResult:
         """Type keys and wait for what comes of them. Nothing is ended when the time is up.
@@ -161,4 +165,5 @@ class Session:
         Raises:
             ShellError: If the session was not started.
         """
-        return self._engine.keys(text, wait_s)
+        with self._step:
+            return self._engine.keys(text, wait_s)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -237,3 +241,51 @@ def test_sh_is_whatever_the_sandbox_calls_so(bare: Callable[..., Any], target: s
         ended = session.run("exit 6")
         assert (ended.state, ended.exit_code) == (EXITED, 6)
         ok(session.run("echo $A"), "2\n")
+
+
+def test_a_command_that_the_caller_turned_away_from_is_ended(spawner: Any) -> None:
+    def turn_away(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Session(spawner, FAST) as session:
+        session.run("x=kept")
+        before = signal.signal(signal.SIGALRM, turn_away)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                session.run("sleep 50; echo slept")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        result = session.run("echo $x")
+        assert (result.exit_code, result.state, result.output.splitlines()[-1]) == (0, IDLE, "kept")
+        assert "slept" not in result.output
+
+
+def test_a_forked_child_has_no_shell_and_takes_none_away(spawner: Any) -> None:
+    with Session(spawner, FAST) as session:
+        session.run("x=kept")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                dead = session.run("x=changed").state is ShellState.SANDBOX_DEAD
+                session.close()
+            finally:
+                os._exit(0 if dead else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        result = session.run("echo $x")
+        assert (result.output, result.state) == ("kept\n", IDLE)
+
+
+def test_closing_from_another_thread_waits_for_the_step(spawner: Any, tmp_path: Path) -> None:
+    session = Session(spawner, FAST)
+    session.start()
+    results: list[ShellResult] = []
+    step = threading.Thread(target=lambda: results.append(session.run("touch begun; sleep 0.5; echo over")))
+    step.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    session.close()
+    step.join(60)
+    assert [result.output for result in results] == ["over\n"]
