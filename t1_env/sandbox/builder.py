@@ -160,7 +160,7 @@ class _Build:
             assert self._found is not None
             image = self._found.image
             account = below.account if below is not None else None if image is None else image.account
-            stack = _stack(self._store, self._found, self._layers, below, exact=True)
+            stack = _stack(self._store, self._found, self._layers, below)
             builder = _Builder(stack, account, self._hide)
             with builder:
                 executor = _LayerExecutor(builder, self._recipe, self._deadline)
@@ -329,12 +329,12 @@ def _hold_image(store: ImageStore, image: Image | None, held: contextlib.ExitSta
 
 def _prepare(store: ImageStore, found: Found, layers: LayerStore | None, built: BuiltEnvironment, top: LayerInfo | None) -> Prepared:
     account = found.image.account if top is None and found.image is not None else None if top is None else top.account
-    return Prepared(_stack(store, found, layers, top, exact=False), None if account is None else Account.from_json(account), built)
+    return Prepared(_stack(store, found, layers, top), None if account is None else Account.from_json(account), built)
 
 
-def _stack(store: ImageStore, found: Found, layers: LayerStore | None, top: LayerInfo | None, *, exact: bool) -> Stack:
+def _stack(store: ImageStore, found: Found, layers: LayerStore | None, top: LayerInfo | None) -> Stack:
     locks = [] if found.image is None else [store.lock_path(found.image)]
     if layers is not None and top is not None:
         locks.append(layers.lock_path(top.digest))
-    stack = Stack(rootfs=None if found.image is None else found.image.rootfs, exact=exact, locks=tuple(locks))
+    stack = Stack(rootfs=None if found.image is None else found.image.rootfs, locks=tuple(locks))
     return stack if top is None else replace(stack, layers=top.layers)

@@ -53,7 +53,7 @@ def build_clone_root(
             mounts += [(each, *mount) for mount in masking.lay_masks(layer, each, masks, restored=restored)]
     for part in stack.parts(template):
         target = template.clone_root if part == ROOT else f"{template.clone_root}/{part}"
-        lowers = () if part == ROOT and stack.plain else stacking.lowers_of(template, stack, part)
+        lowers = stacking.lowers_of(template, stack, part)
         mask = (layers[part],) if part in layers else ()
         stacking.overlay(target, store, (*mask, f"{written}/{part}", *lowers), f"{upper}/up/{part}", f"{upper}/work/{part}")
     for index, (each, path, original) in enumerate(mounts):
@@ -102,8 +102,7 @@ def system_parts(template: Template, stack: Stack) -> tuple[Part, ...]:
             lowers, base = stacking.lowers_of(template, stack, ROOT), stacking.base_of(template, stack, ROOT)
             return (Part(ROOT, "", f"{store}/up/{ROOT}", lowers, base, SYSTEM_NAMES),)
         return () if stack.written is None else (Part(ROOT, "", stack.written, stack.below, stack.below, SYSTEM_NAMES),)
-    below = (f"{store}/links",) if stack.plain else stacking.lowers_of(template, stack, ROOT)
-    base = below if stack.plain else stacking.base_of(template, stack, ROOT)
+    below, base = stacking.lowers_of(template, stack, ROOT), stacking.base_of(template, stack, ROOT)
     root = Part(ROOT, "", f"{store}/up/{ROOT}", below, base, frozenset(template.links))
     rest = (
         Part(name, f"/{name}", f"{store}/up/{name}", stacking.lowers_of(template, stack, name), stacking.base_of(template, stack, name))

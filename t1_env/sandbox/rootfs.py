@@ -185,6 +185,10 @@ def make_mount_point(root: str, path: str, *, directory: bool = True) -> str:
     return current
 
 
+_SKELETON_TIME_S: Final = 1704067200
+"""2024-01-01: when the skeleton's directories were last changed, the same in a sandbox and in its fork."""
+
+
 def make_skeleton(root: str, template: Template) -> None:
     """Fill the empty directory ``root`` with the directories and links that every sandbox over the host's system starts with."""
     for name, mode in _SKELETON.items():
@@ -192,8 +196,11 @@ def make_skeleton(root: str, template: Template) -> None:
         os.chmod(f"{root}/{name}", mode)  # mkdir ignores the sticky bit
     for layer in template.layers:
         os.makedirs(f"{root}/{layer}", 0o755, exist_ok=True)
-    for name, target in {**_SKELETON_LINKS, **template.links}.items():
+    links = {**_SKELETON_LINKS, **template.links}
+    for name, target in links.items():
         os.symlink(target, f"{root}/{name}")
+    for name in sorted({*_SKELETON, *template.layers, *links}, reverse=True):  # a directory after what lies in it
+        os.utime(f"{root}/{name}", (_SKELETON_TIME_S, _SKELETON_TIME_S), follow_symlinks=False)
 
 
 def make_masks(template: Template, hide: Iterable[str]) -> None:

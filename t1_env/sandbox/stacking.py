@@ -16,7 +16,7 @@ import select
 import socket
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from t1_env.sandbox import files, rootfs, syscalls, trees, wire
@@ -56,7 +56,6 @@ class Stack:
     Args:
         rootfs: Host path of an unpacked root filesystem; None for the host's system directories.
         layers: Layers over it, bottom first.
-        exact: Whether everything written must be told apart from the base (to make a layer of it), also with no layers.
         locks: Files to hold a shared lock on while the sandbox lives, so that nobody removes what it stands on.
         foreign: Whether an agent has written to ``rootfs``: its links then say nothing about where something of ours is to be mounted.
         identity: Device and inode of ``rootfs`` as the host process sees it, for one that is a mount: in the launcher's mount namespace
@@ -67,7 +66,6 @@ class Stack:
 
     rootfs: str | None = None
     layers: tuple[Layer, ...] = ()
-    exact: bool = False
     locks: tuple[str, ...] = ()
     foreign: bool = False
     identity: tuple[int, int] | None = None
@@ -82,7 +80,6 @@ class Stack:
         return cls(
             data["rootfs"],
             layers,
-            data["exact"],
             tuple(data["locks"]),
             bool(data.get("foreign")),
             identity,
@@ -93,13 +90,8 @@ class Stack:
     def to_json(self) -> dict[str, Any]:
         """For a message to the keeper."""
         layers = [{"path": layer.path, "parts": list(layer.parts), "marked": layer.marked} for layer in self.layers]
-        fields = {"rootfs": self.rootfs, "layers": layers, "exact": self.exact, "locks": list(self.locks), "foreign": self.foreign}
+        fields = {"rootfs": self.rootfs, "layers": layers, "locks": list(self.locks), "foreign": self.foreign}
         return {**fields, "identity": self.identity, "written": self.written, "below": list(self.below)}
-
-    @property
-    def plain(self) -> bool:
-        """Whether the part ``root`` is a directory of the sandbox's own rather than an overlay."""
-        return self.rootfs is None and not self.layers and not self.exact
 
     def parts(self, template: Template) -> tuple[str, ...]:
         """Names of the parts, ``ROOT`` first."""
@@ -162,8 +154,6 @@ def build_root(
     _make_local_files(template, stack, hostname)
     if copy_of is not None:
         _copy_writes(copy_of, f"{store}/up")
-    elif stack.plain:
-        rootfs.make_skeleton(f"{store}/up/{ROOT}", template)
     else:
         _inherit_attributes(template, stack)
     _mount_parts(template, stack)
@@ -180,6 +170,38 @@ def _check_identity(stack: Stack) -> None:
         status = os.stat(stack.rootfs)
         if (status.st_dev, status.st_ino) != stack.identity:
             raise OSError(errno.ESTALE, "what is mounted there does not reach the launcher of the local sandbox, or is gone", stack.rootfs)
+
+
+def look_apart(stack: Stack) -> Stack:
+    """Mount the layers of an agent's ``rootfs`` anew over it, read-only, in this process's mount namespace.
+
+    Seen through the agent's own mount, every file that a verifier opens would be seen by the agent too: by a watch (inotify) on it, and by
+    a lease, which makes the open wait until the agent, which stands still, gives it back. Only root outside any user namespace can do
+    this: the marks of an engine's layers (trusted attributes) mean nothing to a mount of anybody else.
+
+    Args:
+        stack: One whose ``written`` and ``below`` say what ``rootfs`` is the mount of.
+
+    Returns:
+        The same for whoever shares this mount namespace.
+
+    Raises:
+        OSError: What is mounted there is something else, or the mount was refused.
+    """
+    assert stack.rootfs is not None, "only asked for where there is one"
+    assert stack.written is not None, "only asked for where its layers are known"
+    _check_identity(stack)
+    names = [stack.written, *stack.below]
+    syscalls.mount("t1", stack.rootfs, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=64k,mode=700")
+    for index, path in enumerate(names):
+        os.symlink(path, f"{stack.rootfs}/{index}")  # short names: all options must fit into one page
+    os.chdir(stack.rootfs)
+    try:
+        flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_RDONLY
+        syscalls.mount("t1", stack.rootfs, "overlay", flags, f"lowerdir={':'.join(map(str, range(len(names))))}")
+    finally:
+        os.chdir("/")
+    return replace(stack, identity=None)
 
 
 def lowers_of(template: Template, stack: Stack, part: str) -> tuple[str, ...]:
@@ -265,7 +287,7 @@ def base_of(template: Template, stack: Stack, part: str) -> tuple[str, ...]:
     if stack.rootfs is not None:
         return (f"{store}/base",)
     if part == ROOT:
-        return () if stack.plain else (f"{store}/skeleton",)
+        return (f"{store}/skeleton",)
     if os.path.isdir(f"{store}/empty/{part}"):
         return (f"{store}/empty/{part}",)
     mask = f"{store}/mask/{part}"
@@ -286,11 +308,6 @@ def _make_local_files(template: Template, stack: Stack, hostname: str) -> None:
     ):
         with open(f"{etc}/{name}", "w", encoding="utf-8") as stream:
             stream.write(text)
-    if stack.plain:
-        os.mkdir(f"{template.store}/links", 0o755)
-        for name, link in template.links.items():
-            os.symlink(link, f"{template.store}/links/{name}")
-        return
     mount_points = {"dev": 0o755, "dev/shm": 0o1777, "proc": 0o555, "sys": 0o555}
     if stack.rootfs is None:
         os.mkdir(f"{template.store}/skeleton", 0o755)
@@ -305,9 +322,6 @@ def _make_local_files(template: Template, stack: Stack, hostname: str) -> None:
 def _mount_parts(template: Template, stack: Stack) -> None:
     store = template.store
     for part in stack.parts(template):
-        if part == ROOT and stack.plain:
-            syscalls.mount(f"{store}/up/{ROOT}", template.root, None, syscalls.MS_BIND)
-            continue
         target = template.root if part == ROOT else f"{template.root}/{part}"
         overlay(target, store, lowers_of(template, stack, part), f"{store}/up/{part}", f"{store}/work/{part}")
 
@@ -334,7 +348,7 @@ def _inherit_attributes(template: Template, stack: Stack) -> None:
 
 
 def _topmost(template: Template, stack: Stack, part: str) -> str | None:
-    """The directory that says what the top of a part looks like before anything is written; None for a plain one of root's."""
+    """The directory that says what the top of a part looks like before anything is written; None for one of root's own."""
     for index in reversed(range(len(stack.layers))):
         if part in stack.layers[index].parts:
             return f"{template.store}/layer/{index}/{part}"

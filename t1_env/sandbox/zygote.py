@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
-from t1_env.sandbox import clone, rootfs, seccomp, syscalls, wire
+from t1_env.sandbox import clone, rootfs, seccomp, stacking, syscalls, wire
 from t1_env.sandbox.keeper import Keeper, KeeperConfig
 
 PRELOADED: Final = (
@@ -144,6 +144,7 @@ class Zygote:
         keeper = None
         try:
             syscalls.set_process_name("t1-keeper", self._owner)
+            spec = self._look_apart(request["spec"])
             syscalls.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
             if self._privileged:
                 try:
@@ -160,7 +161,7 @@ class Zygote:
             os.close(ready_write)
             os.close(mapped_read)
             _forbid_nested_namespaces()
-            config = KeeperConfig(request["name"], request["spec"], self._template, self._interpreter, self._privileged, *lender)
+            config = KeeperConfig(request["name"], spec, self._template, self._interpreter, self._privileged, *lender)
             keeper = Keeper(sock, config)
             keeper.start()
             keeper.serve()
@@ -175,6 +176,14 @@ class Zygote:
                 if keeper is not None:
                     keeper.shut_down()
             os._exit(0)
+
+    def _look_apart(self, spec: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Let a sandbox that stands on an agent's own mount see its files through another one, where that is possible."""
+        stack = stacking.Stack.from_json(spec["root"])
+        if not self._privileged or stack.written is None:
+            return spec
+        syscalls.unshare(syscalls.CLONE_NEWNS)
+        return {**spec, "root": stacking.look_apart(stack).to_json()}
 
 
 def _report(sock: socket.socket, message: wire.Message) -> None:

@@ -363,12 +363,12 @@ def test_put_follows_links_inside_only(sandbox, tmp_path):
         ("/app", "directory"),
         ("/app/fifo", "regular"),
         ("/app/loop", "symbolic links"),
-        ("/app/whiteout", "regular|No such device|not permitted|Permission denied"),
+        ("/app/whiteout", "regular|No such|not permitted|Permission denied"),
         ("/app/file/below", "Not a directory"),
     ],
 )
 def test_get_of_ugly_things_fails_at_once(sandbox, path, reason):
-    sh(sandbox, "mkfifo fifo; ln -s loop loop; touch file; mknod whiteout c 0 0")
+    sh(sandbox, "mkfifo fifo; ln -s loop loop; touch file; mknod whiteout c 0 0 || true")
     with pytest.raises(SandboxFileError, match=reason):
         sandbox.get(path)
     assert sandbox.run(["true"]).exit_code == 0
