@@ -247,6 +247,14 @@ def test_a_build_that_takes_too_long_is_cut_off_and_leaves_no_container(daemon, 
 
 
 @pytest.mark.docker
+def test_a_base_image_that_cannot_be_had_says_what_to_do(docker_image, tmp_path, monkeypatch):
+    monkeypatch.delenv(BASE_IMAGE_VARIABLE, raising=False)
+    (tmp_path / "Dockerfile").write_text(f"FROM {NO_REGISTRY}/no/such:1\nRUN true\n")
+    with pytest.raises(ImageBuildError, match="T1_DOCKER_BASE_IMAGE"):
+        find_image(daemon_for(DockerConfig(default_image=docker_image)), ImageSource(environment_dir=tmp_path, build_timeout_s=60))
+
+
+@pytest.mark.docker
 @pytest.mark.parametrize(
     ("source", "kind", "reason"),
     [

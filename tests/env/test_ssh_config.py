@@ -88,6 +88,8 @@ def test_secrets_compare_by_what_they_are() -> None:
         ({"host": "box", "host_fingerprint": "MD5:00:11"}, "ssh-keygen -lf"),
         ({"host": "box", "host_fingerprint": "SHA256:short"}, "43 characters"),
         ({"host": "box", "remote_dir": "relative"}, "remote_dir"),
+        ({"host": "box", "remote_dir": "/"}, "remote_dir"),
+        ({"host": "box", "remote_dir": "~"}, "remote_dir"),
         ({"host": "box", "remote_dir": "/a b"}, "remote_dir"),
         ({"host": "box", "remote_dir": "/a;b"}, "remote_dir"),
         ({"host": "box", "user": "a\nb"}, "control characters"),

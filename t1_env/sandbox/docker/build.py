@@ -27,6 +27,13 @@ _LOG_SHOWN_CHARACTERS: Final = 2000
 _STEP: Final = re.compile(r"Step (?P<number>\d+)/\d+ : ")
 _BUILDKIT_STEP: Final = re.compile(r"\[[^\]]*\d+/\d+\] (?P<text>.*)", re.DOTALL)
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_NOT_PULLED: Final = re.compile(
+    r"no such host|dial tcp|pull access denied|manifest (for .* )?(not found|unknown)|repository does not exist|failed to resolve"
+)
+_NOT_PULLED_ADVICE: Final = (
+    "; an image that FROM names is not on the Docker daemon and cannot be pulled: load it (docker load -i FILE), or name one that is there"
+    " in its place with the variable T1_DOCKER_BASE_IMAGE or DockerConfig(base_image=...)"
+)
 _PARSE_ERROR: Final = re.compile(r"parse error (?:on )?line (?P<line>\d+)")
 _ESCAPE: Final = re.compile(r"#\s*escape\s*=\s*(?P<character>[\\`])\s*", re.IGNORECASE)
 _FROM: Final = re.compile(r"(?P<before>\s*FROM\s+(?:--\S+\s+)*)(?P<image>\S+)(?P<after>(?:\s+AS\s+(?P<stage>\S+))?\s*)", re.IGNORECASE)
@@ -177,7 +184,8 @@ class Build:
         line = int(parse_error["line"]) if parse_error else self._line
         where = f"{self._path}:{line}" if line else str(self._path)
         output = _COLOUR.sub("", self._log)[-_LOG_SHOWN_CHARACTERS:].strip()
-        return ImageBuildError(f"{where}: {reason.strip()}" + (f"\nend of the build's output:\n{output}" if output else ""))
+        advice = _NOT_PULLED_ADVICE if _NOT_PULLED.search(reason) else ""
+        return ImageBuildError(f"{where}: {reason.strip()}{advice}" + (f"\nend of the build's output:\n{output}" if output else ""))
 
 
 def content_digest(directory: Path, *extra: str) -> str:

@@ -110,9 +110,10 @@ class SshConfig:
             raise ConfigError(f"agent={self.agent!r}: expected True or False")
         if self.host_fingerprint is not None:
             object.__setattr__(self, "host_fingerprint", check_fingerprint(str(self.host_fingerprint)))
-        if not re.fullmatch(r"(~|/)[A-Za-z0-9_./@+-]*", self.remote_dir):
+        if not re.fullmatch(r"(~/|/)[A-Za-z0-9_./@+-]*", self.remote_dir) or not self.remote_dir.strip("~/."):
             raise ConfigError(
-                f"remote_dir={self.remote_dir!r}: expected a path that starts with / or ~/, of letters, digits and _ . / @ + - alone"
+                f"remote_dir={self.remote_dir!r}: expected a directory of T1's own that starts with / or ~/, of letters, digits and"
+                " _ . / @ + - alone"
             )
 
     @classmethod

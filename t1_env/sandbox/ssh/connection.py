@@ -200,7 +200,9 @@ class Connection:
                 if not late.is_set():
                     raise
         if late.is_set():
-            raise TransportLost(f"the SSH server {self.address} did not answer within {allowed_s:.0f} s")
+            raise TransportLost(
+                f"the SSH server {self.address} did not answer within {allowed_s:.0f} s; if it is only busy, raise connect_timeout_s"
+            )
 
     @property
     def reason(self) -> str:
