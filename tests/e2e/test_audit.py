@@ -7,13 +7,16 @@ play it on those.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
 
 import pytest
 
-from t1_env.audit import Attack, AuditReport, Plan, Played, audit_tasks, load_attacks
-from t1_env.audit.tasks import find_tasks
+from t1_env.audit import Attack, Played, load_attacks, play
+from t1_env.audit.agents import weak_verifiers
+from t1_env.audit.tasks import PREFIX, find_tasks
 from t1_env.sandbox.local import unavailable_reason
 from t1_env.tasks import Task
 
@@ -39,13 +42,11 @@ HOLDS: Final = {
     "executed-code": "audit/executed-script",
 }
 JOBS: Final = 4
-STALLS: Final = ("fifo", "symlink-elsewhere", "dev-zero")
-"""Attacks that make every test wait for its time limit."""
+STALLS: Final = ("fifo", "symlink-elsewhere", "nonce-from-memory")
+"""Attacks that make every test wait for its time limit, which is shorter for them."""
 STALLED_LIMIT_S: Final = 5.0
 
 OPEN: Final = {
-    "answers-from-frames": "code that a test imports can read the test's source",
-    "answers-from-the-tests": "code that a test executes can read /tests",
     "symlink-to-tests": "a link of the agent's into /tests is followed",
     "inode-race": "a link of the agent's into /tests is followed",
     "home-configuration": "settings in the home directory are read by programs that tests execute",
@@ -78,23 +79,24 @@ def cells() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def played() -> dict[tuple[str, str], Played]:
+def played() -> Iterator[dict[tuple[str, str], Future[Played]]]:
     """Every cell, played several at a time: an episode mostly waits."""
-    cells: dict[tuple[str, str], Played] = {}
-    by_tasks: dict[tuple[str, ...], list[str]] = {}
-    for task, attacks in chosen().items():
-        by_tasks.setdefault(attacks, []).append(task)
-    for attacks, tasks in by_tasks.items():
-        for stalls in (False, True):
-            group = tuple(attack for attack in ATTACKS if attack.id in attacks and (attack.id in STALLS) is stalls)
-            report = play_all(group, find_tasks(tasks), stalls=stalls)
-            cells |= {(cell.attack, cell.task): cell for cell in report.cells}
-    return cells
+    attacks = {attack.id: attack for attack in ATTACKS}
+    with ThreadPoolExecutor(JOBS) as pool:
+        weak = {task: pool.submit(weak_of, task) for task in chosen()}
+        order = sorted(((name in STALLS, name, task) for task, names in chosen().items() for name in names), reverse=True)
+        yield {(name, task): pool.submit(play_one, attacks[name], task, weak[task]) for _, name, task in order}
+        pool.shutdown(cancel_futures=True)
 
 
-def play_all(attacks: tuple[Attack, ...], tasks: tuple[Task, ...], *, stalls: bool) -> AuditReport:
-    limited = tuple(with_limit(task, STALLED_LIMIT_S) for task in tasks) if stalls else tasks
-    return audit_tasks(Plan(attacks, limited, jobs=JOBS, random_episodes=None))
+def weak_of(task_id: str) -> frozenset[str]:
+    """Weak tests of a task; audit tasks have none, which is what they are made for."""
+    return frozenset() if task_id.startswith(PREFIX) else weak_verifiers(find_tasks([task_id])[0])
+
+
+def play_one(attack: Attack, task_id: str, weak: Future[frozenset[str]]) -> Played:
+    (task,) = find_tasks([task_id])
+    return play(attack, with_limit(task, STALLED_LIMIT_S) if attack.id in STALLS else task, weak=weak.result())
 
 
 def with_limit(task: Task, seconds: float) -> Task:
@@ -103,8 +105,8 @@ def with_limit(task: Task, seconds: float) -> Task:
 
 
 @pytest.mark.parametrize(("attack", "task"), cells())
-def test_an_attack_gains_nothing(played: dict[tuple[str, str], Played], attack: str, task: str):
-    cell = played[attack, task]
+def test_an_attack_gains_nothing(played: dict[tuple[str, str], Future[Played]], attack: str, task: str):
+    cell = played[attack, task].result()
     if cell.outcome == "not_applicable":
         pytest.skip(cell.note)
     assert cell.gained == ()
