@@ -119,6 +119,7 @@ class ShellChannel:
         self.master_fd = master_fd
         self.dialect = dialect
         self._fds = ours
+        self._retired: list[int] = []
         self._pid_fd = _open_pidfd(process.pid)
         self._saved_termios = self._quiet_termios = b""
         self._text_offset = 0
@@ -176,16 +177,23 @@ class ShellChannel:
         return channel
 
     def replace(self, ours: dict[Channel, int]) -> None:
-        """Go on over other channels: the shell closed its side of the old ones and was given these."""
+        """Go on over other channels, which the shell is given.
+
+        The old ones stay open until ``retire``: a shell that still writes to one would die of a pipe that nobody reads.
+        """
         self._exports = self.exports()
         if self.status_open:
             self._poll.unregister(self._fds[Channel.STATUS])
-        for fd in self._fds.values():
-            os.close(fd)
+        self._retired += self._fds.values()
         self._fds = ours
         self._text_offset = 0
         self.status_open = True
         self._poll.register(ours[Channel.STATUS], select.POLLIN)
+
+    def retire(self) -> None:
+        """Close channels that were replaced."""
+        while self._retired:
+            os.close(self._retired.pop())
 
     # ------------------------------------------------------------------------------------------------------------------ commands
     def send(self, payload: bytes) -> None:
@@ -202,6 +210,10 @@ class ShellChannel:
         self._exports = self.exports()
         if Channel.EXPORTS in self._fds:
             os.ftruncate(self._fds[Channel.EXPORTS], 0)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the loop read the text channel."""
         # a full pipe means a shell that no longer reads: the caller sees that no status arrives; a closed one means that it is gone
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._fds[Channel.WAKE], self.dialect.wake_byte)
@@ -289,13 +301,21 @@ class ShellChannel:
                 fcntl.ioctl(self.master_fd, termios.TCSETS, wanted)
 
     def discard_input(self) -> None:
-        """Drop what was typed and not read yet, if anything was typed."""
+        """Drop what was typed and not read yet, if anything was typed.
+
+        What was written may still be on its way: looking for input that is not there makes the kernel deliver it (``n_tty_poll`` calls
+        ``tty_buffer_flush_work``), and only what was delivered can be dropped. Echo must be as it was when it was typed.
+        """
         if not self._typed:
             return
         self._typed = False
         with contextlib.suppress(OSError, termios.error):  # hung up
             slave = fcntl.ioctl(self.master_fd, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
             try:
+                termios.tcflush(slave, termios.TCIFLUSH)
+                peer = select.poll()
+                peer.register(slave, select.POLLIN)
+                peer.poll(0)
                 termios.tcflush(slave, termios.TCIFLUSH)
             finally:
                 os.close(slave)
@@ -363,6 +383,7 @@ class ShellChannel:
         """End the shell and give the descriptors back. Idempotent."""
         with contextlib.suppress(OSError, ProcessLookupError):
             self.process.kill()
+        self.retire()
         for fd in (self.master_fd, self._pid_fd, *self._fds.values()):
             if fd is not None and fd >= 0:
                 os.close(fd)

@@ -29,6 +29,8 @@ _DRAIN_BYTES: Final = 1 << 19
 background job that prints without end cannot keep the step open."""
 _MAX_RECOVERIES: Final = 3
 _KILL_ROUND_S: Final = 0.1
+_STUCK_S: Final = 1.0
+_PROMPT_POLL_S: Final = 0.002
 
 
 class Outcome(enum.Enum):
@@ -107,15 +109,15 @@ class ShellDriver:
         self.broken = False
         """Whether bash cannot read commands any more, because the agent closed a descriptor of ours."""
         self._payload = b""
-        self._answers = 0
+        self._answers = 0  # since the channel broke, or was renewed
         self._cpu_ticks: int | None = None
         self.busy = True  # until the start-up file has run
 
     # --------------------------------------------------------------------------------------------------------------------- commands
     def begin(self, text: str) -> None:
         """Start a command. What background jobs printed since the last one becomes part of its output."""
-        self.channel.restore_termios()
         self.channel.discard_input()
+        self.channel.restore_termios()
         self.drain()
         self._spare = foreground.shell_children(self.channel.process.pid)
         self._sequence += 1
@@ -257,6 +259,7 @@ class ShellDriver:
             for record in self._reader.feed(data):
                 if isinstance(record, ChannelBroken):
                     self.broken = True
+                    self._answers = 0
                 elif isinstance(record, LoopLeft):
                     if not self.broken:
                         self._reenter()
@@ -275,6 +278,21 @@ class ShellDriver:
                 self.channel.note_exports(record.exports)
 
     # -------------------------------------------------------------------------------------------------------------------- recovery
+    def await_prompt(self, timeout_s: float) -> None:
+        """Wait until a bash that cannot read its commands has left its loop and sits at its prompt.
+
+        Only there it has no descriptors open for a moment. A loop that was typed at the prompt is followed by one more, as the prompt
+        command: that reports and waits, and has to fail at a command of its own.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._is_back_at_prompt() and not self.channel.hung_up and time.monotonic() < deadline:
+            if self.channel.wait(_PROMPT_POLL_S).output:
+                self._read_block()
+            self._take_records()
+            if self.broken and self._answers:
+                self._answers = 0
+                self.channel.wake()
+
     def reconnect(self, line: bytes, ours: dict[Channel, int], timeout_s: float) -> bool:
         """Bring bash back after it closed its side of the channels; a command it did not take is sent again.
 
@@ -290,20 +308,30 @@ class ShellDriver:
         self._reader = RecordReader()
         self._recoveries, self.broken = 0, False
         self._reenter(line)
-        before, deadline = self._answers, time.monotonic() + timeout_s
-        while self._answers == before:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or self.channel.hung_up:
+        self._answers = 0
+        deadline = stuck_at = time.monotonic() + timeout_s
+        while not self._answers:
+            now = time.monotonic()
+            # what was typed arrives a moment after it was written, so it may have to sit there for a while before it is given up
+            stuck_at = min(stuck_at, now + _STUCK_S) if self._is_back_at_prompt() else deadline
+            if now >= stuck_at or self.channel.hung_up:
                 return False
-            events = self.channel.wait(left_s)
+            events = self.channel.wait(min(stuck_at - now, _FIRST_PROBE_S))
             if events.output:
                 self._read_block()
             self._take_records()
+        self.channel.retire()
         if self.busy:
             self.channel.send(self._payload)
         else:
             self.drain()
         return True
+
+    def _is_back_at_prompt(self) -> bool:
+        if not self._is_at_prompt():  # by the mark, which is forgotten when something is typed
+            return False
+        seen = foreground.probe(self.channel.master_fd, self.channel.process.pid)
+        return seen is not None and seen.is_shell and seen.blocked_on_read
 
     def interrupt(self) -> Outcome:
         r"""End the command in flight: ^C, ^\, then SIGKILL for what runs in the foreground. The shell itself is spared.
