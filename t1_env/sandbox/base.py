@@ -101,7 +101,7 @@ class CloneView:
         restored: Whether files of the base system that the agent changed, removed or shadowed are there as they were. In either case the
             result names them (``CloneResult.masked``).
         search_path: Directories of ``PATH``, in order: a new program that hides one of the base system further on is a shadow.
-        home: Home directory of the verifiers' user, whose Python start-up files count as shadows.
+        home: Home directory of the verifiers' user: settings of programs and start-up files of Python in it count as shadows.
         writable: Paths that the agent may change, with what lies below them: never restored.
         live: Whether the clone joins the agent's network namespace and the agent's processes run on, so that its servers answer. The files
             are a copy, taken while nothing moved.

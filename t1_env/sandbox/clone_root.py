@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from t1_env.sandbox import files, masking, stacking, syscalls, trees
+from t1_env.sandbox import files, mask_layer, masking, stacking, syscalls, trees
 from t1_env.sandbox.masking import Masks, Part
 from t1_env.sandbox.rootfs import Template
 from t1_env.sandbox.stacking import ROOT, SYSTEM_NAMES, Stack
@@ -50,7 +50,7 @@ def build_clone_root(
             layer = layers[each.name] = f"{upper}/mask/{each.name}"
             os.makedirs(layer, 0o755)
             stacking.copy_attributes(f"{store}/up/{each.name}", layer)
-            mounts += [(each, *mount) for mount in masking.lay_masks(layer, each, masks, restored=restored)]
+            mounts += [(each, *mount) for mount in mask_layer.lay_masks(layer, each, masks, restored=restored)]
     for part in stack.parts(template):
         target = template.clone_root if part == ROOT else f"{template.clone_root}/{part}"
         lowers = stacking.lowers_of(template, stack, part)

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import select
 import socket
 import stat
 import time
@@ -22,6 +21,7 @@ from t1_env.sandbox import (
     accounts,
     archives,
     clone,
+    clone_call,
     clone_root,
     files,
     limits,
@@ -50,9 +50,6 @@ BASE_ENV: Final[Mapping[str, str]] = {
     "USER": "root",
 }
 """The environment inside; nothing of the host's is inherited."""
-
-_READ_BYTES: Final = 1 << 16
-_MAX_RESULT_BYTES: Final = wire.MAX_MESSAGE_BYTES // 4  # it travels as a JSON string, where quotes and backslashes double
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +328,8 @@ class Keeper:
             with self._frozen() as thaw:
                 if view is not None:
                     masks = self._find_masks(view)
-                result, reason = self._run_clone(self._order(request, view, masks), deadline, thaw)
+                order = self._order(request, view, masks)
+                result, reason = clone_call.call(order, self._config.template, self._config.interpreter, self._sock, deadline, thaw)
         except OSError as failure:
             result, reason = None, f"the clone could not be made: {failure}"
         masked = [] if masks is None else masks.names
@@ -360,59 +358,6 @@ class Keeper:
             network_fd=self._network_fd if live else -1,
         )
 
-    def _run_clone(self, order: clone.CloneRequest, deadline: float, thaw: Callable[[], None]) -> tuple[str | None, str | None]:
-        """Run a clone to its end. If it is to be live, the agent goes on as soon as its files are copied."""
-        read_fd, write_fd = os.pipe()
-        ready_read, ready_write = os.pipe() if order.live else (None, None)
-        ours = {fd for fd in (read_fd, write_fd, ready_read, ready_write) if fd is not None}
-        config = self._config
-        try:
-            flags = namespaces.ALL & ~syscalls.CLONE_NEWNET if order.live else namespaces.ALL
-            pid = namespaces.fork_pid_1(
-                lambda: clone.run_clone(order, config.template, config.interpreter, write_fd, ready_write), flags=flags
-            )
-            for fd in (write_fd, ready_write):
-                if fd is not None:
-                    ours.remove(fd)
-                    os.close(fd)
-            try:
-                if ready_read is not None:
-                    self._collect(ready_read, deadline)
-                    thaw()
-                data, reason = self._collect(read_fd, deadline)
-            finally:
-                status = namespaces.kill_and_reap(pid)
-        finally:
-            wire.close_all(list(ours))
-        if reason is not None:
-            return None, f"{order.entry} {reason}"
-        if not data:
-            return None, f"{order.entry} ended without a result ({_describe(status)})"
-        return data.decode("ascii"), None
-
-    def _collect(self, fd: int, deadline: float) -> tuple[bytes, str | None]:
-        """Read to the end of the pipe, or say why not. Raises ``Disconnected`` if the host goes away."""
-        allowed_s = deadline - time.monotonic()
-        size_bytes = 0
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        poller.register(self._sock, select.POLLRDHUP)
-        chunks: list[bytes] = []
-        while True:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                return b"", f"ran out of time ({allowed_s:.3g} s) and was killed"
-            for ready, _ in poller.poll(remaining_s * 1000):
-                if ready != fd:
-                    raise wire.Disconnected
-                chunk = os.read(fd, _READ_BYTES)
-                if not chunk:
-                    return b"".join(chunks), None
-                chunks.append(chunk)
-                size_bytes += len(chunk)
-                if size_bytes > _MAX_RESULT_BYTES:
-                    return b"", f"returned more than {_MAX_RESULT_BYTES >> 20} MiB"
-
     @contextlib.contextmanager
     def _frozen(self) -> Iterator[Callable[[], None]]:
         """The agent's processes stand still inside the block, or until what it is given is called."""
@@ -436,8 +381,3 @@ class Keeper:
 def _owner(request: wire.Message) -> tuple[int, int] | None:
     owner = request.get("owner")
     return None if owner is None else (owner[0], owner[1])
-
-
-def _describe(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"killed by signal {-code}" if code < 0 else f"exit status {code}"

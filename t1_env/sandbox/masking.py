@@ -3,20 +3,18 @@
 A verifier that runs ``git``, ``sha256sum`` or ``python3`` relies on these programs being what they were when the environment was built. The
 agent is root and can replace them, put another program of that name earlier in ``PATH``, or have the dynamic loader or an interpreter
 load something first. All of this is found in what the agent wrote (``find_masks``), and a clone can be given a view without it
-(``lay_masks``): a layer above the agent's writes that holds the files as they were.
+(``mask_layer.py``): a layer above the agent's writes that holds the files as they were.
 
 Programs, libraries and data under the system directories count, whoever changed them. Of ``/etc`` only what steers the loader, shells and
-interpreters does: the rest is configuration, which is what many tasks are about. New programs, libraries and packages stay unless they take
-the place of something that was there.
+interpreters does, and of the home directory the settings of programs that verifiers ask: the rest is configuration, which is what many
+tasks are about. New programs, libraries and packages stay unless they take the place of something that was there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import filecmp
 import os
 import re
-import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +32,8 @@ _LINKS: Final = "/etc/alternatives/"
 """What counts under ``/etc`` if it was there before: the links behind programs of which a system has several."""
 
 _START_UP: Final = ("sitecustomize", "usercustomize")
+_SETTINGS: Final = (".gitconfig", ".config/git", ".sqliterc", ".config/sqlite3", ".curlrc", ".config/curlrc", ".wgetrc", ".gdbinit")
+"""Below the home directory. What shells read there is not among it: that is often what a task is about."""
 _PACKAGES: Final = ("site-packages", "dist-packages")
 _HARDWARE: Final = ("glibc-hwcaps", "haswell", "tls", "x86_64", "xeon_phi", "avx512_1")
 _LIBRARY_DIRECTORIES: Final = re.compile(r"/(usr/)?(local/)?lib(32|64|x32)?(/[^/]+-linux-[^/]+)?")
@@ -43,8 +43,6 @@ _MODULE_SUFFIX: Final = re.compile(r"(\.[^./]+)?\.(py|pyc|so)")
 _IMPORTS: Final = re.compile(rb"^import[ \t]", re.MULTILINE)
 _MAX_PTH_BYTES: Final = 1 << 16
 _MAX_COMPARED_BYTES: Final = 1 << 25
-_MAX_COPY_BYTES: Final = 1 << 16
-"""Files up to this size are copied into the layer; larger ones are mounted over a place-holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +114,14 @@ def find_masks(parts: Sequence[Part], view: CloneView, links: Mapping[str, str])
                 if found is not None:
                     found[path] = part.name
     programs = _shadowing_programs(parts, [_resolve(each, links) for each in view.search_path])
-    for part, path in (*programs, *_home_start_up(parts, view.home)):
-        if not is_exempt(path) and path not in masks.changed:
+    for part, path in (*programs, *_home_settings(parts, view.home)):
+        if is_exempt(path) or path in masks.changed:
+            continue
+        original = find_original(part.lowers, path[len(part.at) :])
+        if original is None:
             masks.shadows[path] = part.name
+        elif not _is_same(f"{part.written}{path[len(part.at) :]}", original):
+            masks.changed[path] = part.name
     return masks
 
 
@@ -130,57 +133,10 @@ def _judge(part: Part, path: str, entry: os.DirEntry[str], parts: Sequence[Part]
     if _is_cache(part, path):
         return masks.caches
     if _exists(part.base, path, part.at):
-        return None if _is_same(entry, find_original(part.lowers, path[len(part.at) :])) else masks.changed
+        return None if _is_same(entry.path, find_original(part.lowers, path[len(part.at) :])) else masks.changed
     if in_etc:
         return None if path.startswith(_LINKS) else masks.shadows
     return masks.shadows if _is_shadow(part, path, entry, parts) else None
-
-
-def lay_masks(layer: str, part: Part, masks: Masks, *, restored: bool) -> list[tuple[str, str]]:
-    """Fill a directory that is to lie above what the agent wrote to one part.
-
-    Args:
-        layer: The empty directory.
-        part: The part.
-        masks: What to take back.
-        restored: False for the caches only.
-
-    Returns:
-        (place-holder's path inside, host path to mount over it) for what is too large to copy: a file, or a directory that comes from all
-        of the part's lower directories (see `layers_of`).
-
-    Raises:
-        OSError: A file could not be written.
-    """
-    mounts = []
-    chosen = [masks.caches] if not restored else [masks.caches, masks.shadows, masks.changed]
-    paths = sorted(path for found in chosen for path, name in found.items() if name == part.name)
-    inside: tuple[str, ...] = ()
-    for path in paths:
-        if inside and path.startswith(inside):
-            continue  # below a directory that comes back as a whole
-        relative = path[len(part.at) :]
-        _make_parents(layer, part, relative)
-        target = f"{layer}{relative}"
-        original = find_original(part.lowers, relative) if path in masks.changed else None
-        if original is None:
-            os.mknod(target, stat.S_IFCHR | 0o600, os.makedev(0, 0))
-            continue
-        status = os.lstat(original)
-        if stat.S_ISDIR(status.st_mode):
-            os.mkdir(target)
-            _copy_look(original, target)
-            mounts.append((path, original))
-            inside = (*inside, f"{path}/")
-        elif stat.S_ISLNK(status.st_mode):
-            os.symlink(os.readlink(original), target)
-        elif stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_COPY_BYTES:
-            shutil.copyfile(original, target)
-            _copy_look(original, target)
-        else:
-            os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-            mounts.append((path, original))
-    return mounts
 
 
 def find_original(lowers: Iterable[str], relative: str) -> str | None:
@@ -244,17 +200,17 @@ def _exists(lowers: Iterable[str], path: str, at: str) -> bool:
     return any(os.path.lexists(f"{lower}{path[len(at) :]}") for lower in lowers)
 
 
-def _is_same(entry: os.DirEntry[str], original: str | None) -> bool:
+def _is_same(written: str, original: str | None) -> bool:
     """Whether what was written is what had been there: the same link, or a file with the same look and contents."""
     try:
-        status = entry.stat(follow_symlinks=False)
+        status = os.lstat(written)
         before = os.lstat(original) if original is not None else None
         if before is None or (status.st_mode, status.st_uid, status.st_gid) != (before.st_mode, before.st_uid, before.st_gid):
             return False
         if stat.S_ISLNK(status.st_mode):
-            return os.readlink(entry.path) == os.readlink(str(original))
+            return os.readlink(written) == os.readlink(str(original))
         same_size = stat.S_ISREG(status.st_mode) and status.st_size == before.st_size <= _MAX_COMPARED_BYTES
-        return same_size and filecmp.cmp(entry.path, str(original), shallow=False)
+        return same_size and filecmp.cmp(written, str(original), shallow=False)
     except OSError:
         return False
 
@@ -341,12 +297,20 @@ def _shadowing_programs(parts: Sequence[Part], search_path: Sequence[str]) -> It
                     break
 
 
-def _home_start_up(parts: Sequence[Part], home: str) -> Iterator[tuple[Part, str]]:
-    """What Python would run from a user's own packages before anything else."""
+def _home_settings(parts: Sequence[Part], home: str) -> Iterator[tuple[Part, str]]:
+    """What programs that verifiers ask would read from the home directory before anything else: their settings, Python's start-up files."""
     part = _part_of(parts, home)
     if part is None:
         return
-    local = f"{home.rstrip('/')}/.local/lib"
+    home = home.rstrip("/")
+    for setting in _SETTINGS:
+        directory, _, name = setting.rpartition("/")
+        names, link = _names_in(part, f"{home}/{directory}".rstrip("/"))
+        if link is not None:
+            yield part, link
+        elif name in names:
+            yield part, f"{home}/{setting}"
+    local = f"{home}/.local/lib"
     versions, link = _names_in(part, local)
     if link is not None:
         yield part, link
@@ -389,19 +353,6 @@ def _resolve(path: str, links: Mapping[str, str]) -> str:
     return f"/{links.get(top, top)}{separator}{rest}"
 
 
-# --------------------------------------------------------------------------------------------------------------------- what is laid
-def _make_parents(layer: str, part: Part, relative: str) -> None:
-    done = ""
-    for name in relative.split("/")[1:-1]:
-        done = f"{done}/{name}"
-        if os.path.isdir(f"{layer}{done}") and not os.path.islink(f"{layer}{done}"):
-            continue
-        os.mkdir(f"{layer}{done}", 0o755)
-        source = find_original(part.lowers, done) or f"{part.written}{done}"
-        if os.path.isdir(source) and not os.path.islink(source):
-            _copy_look(source, f"{layer}{done}")
-
-
 def _hides(lower: str, relative: str) -> bool:
     """Whether a lower directory that has nothing at a path keeps what lies below it from being seen."""
     done = lower
@@ -416,15 +367,6 @@ def _hides(lower: str, relative: str) -> bool:
         if not stat.S_ISDIR(status.st_mode):
             return True  # a whiteout, or a file where a directory would have to be
     return False
-
-
-def _copy_look(source: str, target: str) -> None:
-    """Owner, mode and times."""
-    status = os.stat(source, follow_symlinks=False)
-    with contextlib.suppress(OSError):  # an owner that does not exist inside
-        os.chown(target, status.st_uid, status.st_gid)
-    os.chmod(target, stat.S_IMODE(status.st_mode))
-    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def view_from_json(fields: Mapping[str, Any]) -> CloneView:

@@ -164,6 +164,12 @@ class TestShadows:
             ("/root/.local/lib/python3.99/site-packages/usercustomize.py", "x", True),
             ("/root/.local/lib/python3.99/site-packages/b.pth", "import os\\n", True),
             ("/root/.local/lib/python3.99/site-packages/package.py", "x", False),
+            ("/root/.gitconfig", "[alias]", True),
+            ("/root/.config/git", "x", True),
+            ("/root/.config/sqlite3", "x", True),
+            ("/root/.sqliterc", ".load x", True),
+            ("/root/.bashrc", "alias a=b", False),
+            ("/root/.config/app", "x", False),
             ("/usr/lib/glibc-hwcaps/x86-64-v2/{library}", "x", True),
             ("/usr/local/lib/{library}", "x", True),
             ("/usr/local/lib/libnew.so.1", "x", False),
@@ -210,8 +216,8 @@ def test_what_a_task_declares_writable_stays(sandbox):
 def test_links_of_the_agent_lead_nowhere(sandbox, tmp_path):
     """What it plants is looked at from outside its root: no link may be followed there."""
     (tmp_path / "cat").write_text("x")
-    sh(sandbox, f"rm -rf /usr/local/bin; ln -s {tmp_path} /usr/local/bin; mkdir -p /root; ln -s {tmp_path} /root/.local")
-    assert look(sandbox, "true")[1] in (("/root/.local", "/usr/local/bin"), ("/root/.local",))
+    sh(sandbox, f"rm -rf /usr/local/bin; ln -s {tmp_path} /usr/local/bin; ln -s {tmp_path} /root/.local; ln -s {tmp_path} /root/.config")
+    assert set(look(sandbox, "true")[1]) - {"/usr/local/bin"} == {"/root/.local", "/root/.config"}
     assert look(sandbox, "ls /root/.local /usr/local/bin", restored=True)[0].count("cat") <= 1
 
 
