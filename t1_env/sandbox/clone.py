@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from t1_env.sandbox import clone_root, limits, rootfs, seccomp, stacking, syscalls, within
+from t1_env.sandbox import clone_root, detours, limits, rootfs, seccomp, stacking, syscalls, within
 from t1_env.sandbox.masking import Masks
 
 if TYPE_CHECKING:
@@ -166,7 +166,10 @@ def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interp
         within.bare_root = bare
     for target, source in request.mounts.items():
         _mount_read_only(root, target, source, request.stack.link_target(template, target.strip("/").partition("/")[0]))
+    guarded = [target for target, source in request.mounts.items() if os.path.isdir(source) and detours.brings_answers(source)]
+    links = _agents_links(template, request) if guarded else []
     syscalls.enter_root(root)
+    detours.cut(links, guarded)
     _relocate_interpreter(interpreter)
     syscalls.set_hostname(request.hostname)
     if request.live:
@@ -192,6 +195,12 @@ def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interp
     tempfile.tempdir = None
     with contextlib.suppress(OSError):
         os.chdir(request.workdir)
+
+
+def _agents_links(template: rootfs.Template, request: CloneRequest) -> list[str]:
+    copied = f"{template.clone_store}/copy" if request.live else None
+    written = stacking.written_by_agent(template, request.stack, copied)
+    return [link for directory, at in written for link in detours.links_in(directory, at)]
 
 
 def _mount_library(root: str, interpreter: Interpreter) -> None:

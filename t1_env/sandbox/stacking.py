@@ -15,7 +15,7 @@ import os
 import select
 import socket
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -214,6 +214,20 @@ def lowers_of(template: Template, stack: Stack, part: str) -> tuple[str, ...]:
             if os.path.isdir(f"{store}/taken/{index}/{part}"):
                 lowers.append(f"{store}/taken/{index}/{part}")
     return (*lowers, *base_of(template, stack, part))
+
+
+def written_by_agent(template: Template, stack: Stack, copied: str | None = None) -> Iterator[tuple[str, str]]:
+    """Directories that hold what an agent wrote, each with where that is found in its root.
+
+    Args:
+        template: The zygote's template.
+        stack: What the root started from.
+        copied: Directory of a copy to look at instead.
+    """
+    if stack.written is not None:
+        yield stack.written, ""
+    for part in stack.parts(template):
+        yield f"{copied or f'{template.store}/up'}/{part}", "" if part == ROOT else f"/{part}"
 
 
 def export_writes(template: Template, stack: Stack, target: str) -> tuple[tuple[str, ...], trees.Copied]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
@@ -46,13 +46,6 @@ STALLS: Final = ("fifo", "symlink-elsewhere", "nonce-from-memory")
 """Attacks that make every test wait for its time limit, which is shorter for them."""
 STALLED_LIMIT_S: Final = 5.0
 
-OPEN: Final = {
-    "symlink-to-tests": "a link of the agent's into /tests is followed",
-    "inode-race": "a link of the agent's into /tests is followed",
-    "home-configuration": "settings in the home directory are read by programs that tests execute",
-}
-"""Holes that are known, and why they are there."""
-
 
 def chosen() -> dict[str, tuple[str, ...]]:
     """Task -> ids of the attacks to play on it."""
@@ -66,16 +59,7 @@ def chosen() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def cells() -> list[Any]:
-    """(attack, task) for each cell; a known hole must be open where an audit task gives it its hold."""
-    hold = {attack.id: HOLDS.get(attack.threat) for attack in ATTACKS}
-    found: list[Any] = []
-    for task, attacks in chosen().items():
-        for attack in attacks:
-            is_open = attack in OPEN and task == hold[attack]
-            marks = [pytest.mark.xfail(strict=attack != "inode-race", reason=OPEN[attack])] if is_open else []  # a race may be lost
-            found.append(pytest.param(attack, task, marks=marks))
-    return found
+CELLS: Final = [(attack, task) for task, attacks in chosen().items() for attack in attacks]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +88,7 @@ def with_limit(task: Task, seconds: float) -> Task:
     return replace(task, config=task.config.model_copy(update={"verifier": verifier}))
 
 
-@pytest.mark.parametrize(("attack", "task"), cells())
+@pytest.mark.parametrize(("attack", "task"), CELLS)
 def test_an_attack_gains_nothing(played: dict[tuple[str, str], Future[Played]], attack: str, task: str):
     cell = played[attack, task].result()
     if cell.outcome == "not_applicable":
