@@ -80,7 +80,6 @@ class _File(BaseModel):
     needs: tuple[str, ...] = ()
     machines: tuple[str, ...] = ()
     flags: tuple[Flag, ...] = ()
-    flagged_on: Literal["", "imports"] = ""
     steps: tuple[_Stage, ...] = Field(min_length=1)
 
 
@@ -96,7 +95,6 @@ class Attack:
         needs: Programs without which it cannot be played.
         machines: CPU architectures it is written for; any if empty.
         flags: How it must be noticed, wherever it can be played: each of these.
-        flagged_on: On which tasks only that is promised: ``"imports"``, those whose tests import code of the agent; empty for all.
         stages: What it plays; marks such as ``@PATHS@`` stand for what it is aimed at.
     """
 
@@ -107,7 +105,6 @@ class Attack:
     needs: tuple[str, ...]
     machines: tuple[str, ...]
     flags: tuple[Flag, ...]
-    flagged_on: str
     stages: tuple[tuple[str, float], ...]
 
     def actions(self, site: Site, machine: str) -> tuple[Command, ...]:
@@ -121,10 +118,6 @@ class Attack:
             The commands, in order.
         """
         return tuple(Command(_aim(text, site, machine), timeout_s) for text, timeout_s in self.stages)
-
-    def expected_flags(self, site: Site) -> tuple[Flag, ...]:
-        """How it must be noticed on this task."""
-        return self.flags if self.flagged_on != "imports" or site.modules else ()
 
 
 def load_attacks(directory: Path = ATTACKS_DIR) -> tuple[Attack, ...]:
@@ -192,7 +185,6 @@ def _load(path: Path) -> Attack:
         needs=found.needs,
         machines=found.machines,
         flags=found.flags,
-        flagged_on=found.flagged_on,
         stages=stages,
     )
 

@@ -80,7 +80,7 @@ def play(attack: Attack, task: Task, *, sandbox: Any = "local", weak: frozenset[
     finally:
         env.close()
     gained = tuple(name for name in episode.paid if name not in weak)
-    unnoticed = [flag for flag in attack.expected_flags(site) if flag not in episode.flags]
+    unnoticed = [flag for flag in attack.flags if flag not in episode.flags]
     return Played(
         attack.id,
         task.id,

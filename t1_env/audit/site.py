@@ -77,7 +77,7 @@ def survey(task: Task, *, tests: tuple[str, ...] = ()) -> Site:
     foreign = tuple(name for name in found.modules if name not in sys.stdlib_module_names | {"pytest"})
     below = tuple(dict.fromkeys((task.workdir, *(path for path in found.import_directories if path.startswith("/")))))
     module_files = tuple(f"{directory.rstrip('/')}/{name}.py" for directory in below for name in foreign or found.modules)
-    brought = (path for path in sorted(task.tests_dir.rglob("*")) if path.is_file() and path.suffix not in (".py", ".sh"))
+    brought = (path for path in sorted(task.tests_dir.rglob("*")) if path.is_file() and path.suffix not in (".py", ".pyc", ".sh"))
     return Site(
         workdir=task.workdir,
         paths=paths[:MAX_PATHS],

@@ -71,7 +71,7 @@ ASKED_FOR = {
 
 def attack(*commands: str, **fields: Any) -> Attack:
     values = {"id": "made-up", "description": "Made up.", "threat": "tests", "source": "here", "needs": (), "machines": (), "flags": ()}
-    return Attack(**{**values, **fields}, flagged_on="", stages=tuple((command, 20.0) for command in commands))
+    return Attack(**{**values, **fields}, stages=tuple((command, 20.0) for command in commands))
 
 
 def write_attack(directory: Path, text: str) -> Path:
