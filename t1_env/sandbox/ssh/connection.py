@@ -30,6 +30,7 @@ _SEND_LIMIT_S: Final = 60.0
 _END_NEWS_S: Final = 0.25
 _POLL_S: Final = 0.005
 _JOIN_LIMIT_S: Final = 2.0
+_SILENCE_MARGIN_S: Final = 10.0
 _DROPPED_TRIES: Final = 6
 _DROPPED_PAUSE_S: Final = 1.0
 _RECEIVE_BYTES: Final = 1 << 18
@@ -273,7 +274,9 @@ def _shake_hands(config: SshConfig, endpoint: Endpoint, underlying: contextlib.E
     underlying.callback(_hang_up, transport)
     transport.set_log_channel(LOGGER)
     transport.daemon = True
-    transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = transport.channel_timeout = limit_s
+    transport.auth_timeout = transport.channel_timeout = limit_s
+    # Longer than what is waited below, so that a server that says nothing is never taken for one that hung up, which is tried again.
+    transport.banner_timeout = transport.handshake_timeout = limit_s + _SILENCE_MARGIN_S
     prefer_known_kinds(transport, endpoint)
     reason = ""
     try:
