@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from _typeshed.importlib import PathEntryFinderProtocol as PathEntryFinder
 
 _BARE: Final = "bare"
-_CAP_SYS_CHROOT: Final = 18
 _FORBIDDEN_TARGETS: Final = ("proc", "dev", "sys")
 
 
@@ -186,7 +185,7 @@ def _enter(request: CloneRequest, template: rootfs.Template, interpreter: Interp
     limits.prefer_as_victim()
     limits.apply_rlimits(doubled, memory_is_bounded=request.memory_is_bounded)
     # A program that this process starts in the bare root stays there: it gets nothing that could change its root.
-    syscalls.drop_privileges(not_for_programs=(_CAP_SYS_CHROOT,))
+    syscalls.drop_privileges(not_for_programs=(syscalls.CAP_SYS_CHROOT,))
     if seccomp.available():
         seccomp.install()
     os.environ.clear()

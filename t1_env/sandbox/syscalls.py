@@ -80,6 +80,8 @@ KEPT_CAPABILITIES: Final = frozenset(
     }
 )
 
+CAP_SYS_CHROOT: Final = 18
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -230,6 +232,12 @@ def drop_privileges(*, not_for_programs: Iterable[int] = ()) -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     # A process of the same user could otherwise trace this one, or read its memory and descriptors through /proc.
     prctl(PR_SET_DUMPABLE, 0)
+
+
+def keep_only_capabilities_of_programs(withheld: Iterable[int]) -> None:
+    """Give up, for good, what ``drop_privileges`` left to this process and not to the programs it executes."""
+    low = sum(1 << capability for capability in KEPT_CAPABILITIES - frozenset(withheld) if capability < 32)
+    _check(_libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", low, low, 0, 0, 0, 0)))
 
 
 def bring_loopback_up() -> None:

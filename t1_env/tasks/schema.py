@@ -241,6 +241,8 @@ class T1Metadata(_Table):
         verifier_class: What the verifiers look at: the files left behind, or how programs left behind behave.
         classes: What the verifiers need: ``"pure"`` (files only), ``"exec"`` (they start programs) or ``"service"`` (the agent's live
             processes must answer). One class for all, or verifier id -> class; what is not named is inferred from the tests.
+        imports: Where modules of the agent that a test imports are loaded: ``"beside"`` the test, as pytest does, or ``"apart"`` from it,
+            in a process that cannot touch it and that hands over plain data only.
         writable: Paths of the base system that the task is about: changing them, or what lies below, is not tampering.
     """
 
@@ -253,6 +255,7 @@ class T1Metadata(_Table):
     artifacts: tuple[str, ...] = ()
     verifier_class: Literal["final-state", "behaviour"] = "final-state"
     classes: VerifierClass | Mapping[str, VerifierClass] = Field(default_factory=dict)
+    imports: Literal["beside", "apart"] = "beside"
     writable: tuple[AbsolutePath, ...] = ()
 
 

@@ -30,6 +30,7 @@ def clone_payload(task: Task, timeout_s: float, env: Mapping[str, str] | None, w
         "env": literal_env({**(env or {}), **environment.env, **task.config.verifier.env}),
         "inherit_env": True,
         "memory_mb": environment.memory_limit_mb,
+        "imports": task.metadata.imports,
     }
 
 

@@ -38,7 +38,7 @@ def confine_programs(bare_root: str, tests_dir: str) -> None:
         nonlocal has_left
         if has_left:
             return
-        directory = _working_directory()
+        directory = working_directory()
         try:
             os.chroot(bare_root)
         except PermissionError:
@@ -57,7 +57,7 @@ def _confine_popen(needs_tests: Callable[..., bool], leave: Callable[[], None]) 
     start: Any = subprocess.Popen.__init__
 
     def init(self: Any, args: Any, *rest: Any, **named: Any) -> None:
-        directory = named.get("cwd") or _working_directory()
+        directory = named.get("cwd") or working_directory()
         if len(rest) > _BEFORE_PREEXEC or needs_tests(args, named.get("executable"), directory):
             start(self, args, *rest, **named)
             return
@@ -84,20 +84,21 @@ def _confine_exec(needs_tests: Callable[..., bool], leave: Callable[[], None]) -
     execve: Any = os.execve
 
     def new_execv(path: Any, argv: Any) -> Any:
-        if not needs_tests(path, list(argv), _working_directory()):
+        if not needs_tests(path, list(argv), working_directory()):
             leave()
         return execv(path, argv)
 
     def new_execve(path: Any, argv: Any, env: Any) -> Any:
-        if not needs_tests(path, list(argv), _working_directory()):
+        if not needs_tests(path, list(argv), working_directory()):
             leave()
         return execve(path, argv, env)
 
     os.execv, os.execve = new_execv, new_execve
 
 
-def _working_directory() -> str:
+def working_directory() -> str:
+    """The working directory, or the root if it was removed."""
     try:
         return str(Path.cwd())
-    except OSError:  # it was removed
+    except OSError:
         return "/"

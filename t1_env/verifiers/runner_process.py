@@ -7,6 +7,7 @@ test in a process of its own, whose word is taken for that test only, and only i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -20,9 +21,13 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias
 from _pytest.main import Session
 from _pytest.nodes import Item
 
+from t1_env.sandbox import within
+from t1_env.sandbox.syscalls import CAP_SYS_CHROOT, keep_only_capabilities_of_programs
 from t1_env.verifiers.comparing import Comparisons, TestFileLoader, TestFiles
 from t1_env.verifiers.foreign import Watch
+from t1_env.verifiers.guest import Guest, GuestFinder
 from t1_env.verifiers.integrity import Pristine, replaced_tests
+from t1_env.verifiers.programs import working_directory
 from t1_env.verifiers.pytest_session import MESSAGE_LIMIT, Recorder, collect_tests, run_tests
 
 BASE_ENV: Final[Mapping[str, str]] = {
@@ -88,8 +93,10 @@ def main(
         report = _reporter(nonce)
         recorder = Recorder(tests_dir)
         guard: _Guard | None = None
+        if assignment.mode != "open" and payload.get("imports") == "apart":
+            GuestFinder(Guest(_leave_tests, Watch(roots, (), _nothing, _nothing).is_trusted)).install()
         if assignment.mode == "watched":
-            Watch(roots, (), lambda why: _leave(report, recorder, why), lambda _: None).start()
+            Watch(roots, (), lambda why: _leave(report, recorder, why), _nothing).start()
         elif assignment.mode == "apart" and pristine is not None:
             guard = _Guard(tests_dir, roots, session, pristine, report)
             guard.start()
@@ -127,6 +134,21 @@ def _leave(report: Report, recorder: Recorder, why: str) -> NoReturn:
     """End a watched runner before foreign code runs in it."""
     report({"kind": "foreign", "why": why, "file": recorder.collecting})
     os._exit(0)
+
+
+def _nothing(_: str) -> None:
+    """For whoever does not want to know."""
+
+
+def _leave_tests() -> None:
+    """Be, with the agent's modules, where the tests are not, without a way back."""
+    if within.bare_root is not None:
+        directory = working_directory()
+        os.chroot(within.bare_root)
+        os.chdir("/")
+        with contextlib.suppress(OSError):
+            os.chdir(directory)
+        keep_only_capabilities_of_programs((CAP_SYS_CHROOT,))
 
 
 class _Guard:

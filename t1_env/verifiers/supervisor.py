@@ -20,6 +20,7 @@ from _pytest.main import Session
 
 from t1_env.sandbox import within
 from t1_env.verifiers import runner_process
+from t1_env.verifiers.guest import hook_loader
 from t1_env.verifiers.integrity import Pristine
 from t1_env.verifiers.programs import confine_programs
 from t1_env.verifiers.pytest_session import MESSAGE_LIMIT
@@ -64,6 +65,8 @@ class Supervisor:
         self._watched = ids is not None
         if self._watched and within.bare_root is not None:
             confine_programs(within.bare_root, self.tests_dir)  # here, so that runners find it as it is to be
+        if self._watched and payload.get("imports") == "apart":
+            hook_loader()
         self._session = session
         self._pristine: Pristine | None = None
         self._seen: set[str] = set()

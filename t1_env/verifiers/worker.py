@@ -136,8 +136,8 @@ def run(payload: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         payload: ``tests_dir`` (absolute path of the test files), ``workdir`` (the tests' working directory), ``ids`` (node ids relative
             to ``tests_dir``), ``timeout_s`` (for the whole run), ``test_timeout_s`` (for one test), and optionally ``env`` and
-            ``inherit_env`` (see `test_environment`), ``memory_mb`` (limit on each process's private memory) and ``known`` (the whole
-            frozen list, if ``ids`` are not all of it).
+            ``inherit_env`` (see `test_environment`), ``memory_mb`` (limit on each process's private memory), ``known`` (the whole
+            frozen list, if ``ids`` are not all of it) and ``imports`` (``"apart"``: see guest.py).
 
     Returns:
         ``{"outcomes": {id: [status, seconds, message]}, "unknown": [...], "errors": [...], "runners": n, "tainted": [...]}``. Every given

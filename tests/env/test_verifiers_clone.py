@@ -412,3 +412,33 @@ def test_programs_do_not_see_the_tests(sandbox, tmp_path):
     sandbox.put(f"cat {escape} 2>/dev/null | grep . || echo nothing\n".encode(), "/app/look.sh")
     report = run(sandbox, task, ids)
     assert [outcome.message for outcome in report.outcomes.values()] == [""] * len(ids)
+
+
+def test_modules_kept_apart_do_not_see_the_tests(sandbox, tmp_path):
+    task = make_task(tmp_path, "import sys; sys.path.insert(0, '/app')\nimport solution\ndef test_it(): assert solution.look() == '42'\n")
+    task = replace(task, metadata=T1Metadata(imports="apart"))
+    (task.tests_dir / "expected.txt").write_text("42")
+    (tmp_path / "solution").mkdir()
+    (tmp_path / "solution" / "solve.sh").write_text("echo 'def look(): return str(6 * 7)' > /app/solution.py\n")
+    ids = collect(sandbox, task)
+    look = """
+import os
+def look():
+    for path in ("/tests", "/proc/self/root/tests", "/proc/1/root/tests", f"/proc/{os.getppid()}/root/tests", "../tests"):
+        try: return open(path + "/expected.txt").read()
+        except OSError: pass
+    for _ in range(20):
+        try:
+            os.chroot("/app")
+            os.chdir("../../../..")
+            os.chroot(".")
+            return open("/tests/expected.txt").read()
+        except OSError as error: last = repr(error)
+    return last
+"""
+    sandbox.put(look.encode(), "/app/solution.py")
+    report = run(sandbox, task, ids)
+    assert (report.passed, report.tainted) == (0, ())
+    sh(sandbox, "echo 'def look(): return str(6 * 7)' > /app/solution.py")
+    report = run(sandbox, task, ids)
+    assert (report.passed, report.tainted) == (1, ())
