@@ -169,7 +169,7 @@ class Connection:
         paramiko = import_paramiko()
         with _within(self._transport, self._limit_s) as late:
             try:
-                channel = self._transport.open_session(timeout=self._limit_s)
+                channel = self._transport.open_session(timeout=self._limit_s + _SILENCE_MARGIN_S)
                 channel.settimeout(_SEND_LIMIT_S)
                 channel.exec_command(command)
                 return ChannelStream(self, channel)
@@ -274,9 +274,9 @@ def _shake_hands(config: SshConfig, endpoint: Endpoint, underlying: contextlib.E
     underlying.callback(_hang_up, transport)
     transport.set_log_channel(LOGGER)
     transport.daemon = True
-    transport.auth_timeout = transport.channel_timeout = limit_s
-    # Longer than what is waited below, so that a server that says nothing is never taken for one that hung up, which is tried again.
-    transport.banner_timeout = transport.handshake_timeout = limit_s + _SILENCE_MARGIN_S
+    # Longer than what is waited below, so that a server that says nothing is never taken for one that hung up or refused.
+    longer_s = limit_s + _SILENCE_MARGIN_S
+    transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = transport.channel_timeout = longer_s
     prefer_known_kinds(transport, endpoint)
     reason = ""
     try:
