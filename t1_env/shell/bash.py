@@ -31,14 +31,16 @@ PASSED_AS: Final[Mapping[Channel, int]] = {channel: fd - 300 for channel, fd in 
 # The loop. A `break` at top level leaves it, and so does bash itself when a job is stopped (^Z): hence the L record, which asks for the
 # line that takes bash back in, and the status kept in element 4 meanwhile (element 3 tells whether a command has run in between).
 # DEBUG and ERR are put aside first, in the open (inside a function `trap -p DEBUG` shows nothing): the agent's traps do not run for the
-# loop's own commands, and not a second time for the `eval` when what it ran has failed.
+# loop's own commands, and not a second time for the `eval` when what it ran has failed. SIGINT is ignored while the loop itself runs: a
+# ^C that comes just before a command begins must not take the command away after half of its text was read.
 # Everything is written `\builtin x`, so that neither aliases nor functions of the agent get in the way, and a function called `builtin` is
 # put aside too. The outer redirection is for an agent that closed descriptor 504, and would otherwise read bash's complaint about it.
 # `jobs -n` makes bash forget jobs that ended; it does not by itself here, and would list programs long gone.
 _LOOP: Final = (
     r"""while { { __t1=("${__t1[4]-$?}" "$-" "${__t1[2]-0}" [5]="${__t1[5]-}"); \typeset -F builtin && __t1_free; \enable eval; """
-    r"""\builtin trap -p DEBUG ERR >&502; \builtin trap - DEBUG ERR; case ${__t1[1]} in *[evx]*) \builtin set +evx ;; esac; """
-    r"""} >&504 2>&504 && __t1_next; } 2>|/dev/null; do \builtin eval "${__t1[3]-}"; done; """
+    r"""\builtin trap -p DEBUG ERR INT >&502; \builtin trap - DEBUG ERR; \builtin trap '' INT; """
+    r"""case ${__t1[1]} in *[evx]*) \builtin set +evx ;; esac; } >&504 2>&504 && __t1_next; } 2>|/dev/null; """
+    r"""do \builtin trap - INT; \builtin eval "${__t1[3]-}"; done; """
     r"""{ __t1[6]=$?; if [[ -v '__t1[3]' ]]; then __t1[4]=${__t1[6]}; elif ! [[ -v '__t1[4]' ]]; then __t1[4]=${__t1[0]-0}; fi; """
     r"""\typeset -F builtin && __t1_free; \builtin unset '__t1[3]'; PS1='\[\e]7771;t1\a\]'; """
     r"""\builtin printf 'L\0\0' >&502; } >|/dev/null 2>&1"""

@@ -272,10 +272,13 @@ class ShellDriver:
     def _note_status(self, record: StatusRecord) -> None:
         self._answers += 1
         if record.sequence == self._sequence:
-            self.record = record
-            self.busy = False
-            if record.exports is not None:
-                self.channel.note_exports(record.exports)
+            if self.busy:  # else one for a wake-up too many
+                self.record = record
+                self.busy = False
+                if record.exports is not None:
+                    self.channel.note_exports(record.exports)
+        elif self.busy and self.channel.dialect.rereads_text:
+            self.channel.wake()  # it may have been interrupted between the wake-up and the command: which is never run twice
 
     # -------------------------------------------------------------------------------------------------------------------- recovery
     def await_prompt(self, timeout_s: float) -> None:

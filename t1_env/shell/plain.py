@@ -75,7 +75,7 @@ class PosixDialect:
         return f"{self._prepare}\n__t1_seq=0\n{_FUNCTIONS.format(**words)}\n__t1_loop={loop}\n{self._prompt}\n".encode()
 
     def encode(self, sequence: int, text: str, before: StatusRecord | None) -> bytes:
-        """A file that sets the sequence number and evaluates the command, with ``$?`` and the options put back first."""
+        """A file that evaluates the command, with ``$?`` and the options put back first; once only, however often it is read."""
         prefix = ""
         if before is not None:
             flags = "".join(flag for flag in "evx" if flag in before.flags)
@@ -84,7 +84,8 @@ class PosixDialect:
                 prefix = f"{{ {options}__t1_ret {before.exit_code}; }} 2>|/dev/null{' && :' if before.exit_code else ''}\n"
         command = _quote(prefix.encode() + command_bytes(text))
         before_it, after_it = self._around
-        return f"__t1_seq={sequence}\n{before_it}{self._special}eval ".encode() + command + b" " + _CLOSED + after_it.encode() + b"\n"
+        head = f"case $__t1_seq in {sequence}) ;; *) __t1_seq={sequence}\n{before_it}{self._special}eval ".encode()
+        return head + command + b" " + _CLOSED + f"{after_it} ;; esac\n".encode()
 
 
 class ZshDialect(PosixDialect):

@@ -55,7 +55,7 @@ class ShellLeft:
 Record: TypeAlias = StatusRecord | LoopLeft | ChannelBroken | ShellLeft
 
 _STATUS: Final = re.compile(
-    rb"\A.*?(?P<traps>(?:trap -- [^\0]* (?:DEBUG|ERR)\n)?)"  # greedy: up to the end of the last one
+    rb"\A.*?(?P<traps>(?:trap -- [^\0]* (?:DEBUG|ERR|SIGINT)\n)?)"  # greedy: up to the end of the last one
     rb"(?P<functions>(?:builtin \(\) *\n\{[^\0]*\n\}\n)?)"
     rb"S(?P<seq>\d*)\0(?P<code>\d+)\0(?P<flags>[^\0]*)\0(?P<cwd>[^\0]*)\.(?:\0X(?P<exports>[^\0]*))?\Z",
     re.DOTALL,

@@ -60,8 +60,8 @@ def test_command_encoding() -> None:
 
 def test_command_encoding_in_plain_mode() -> None:
     encode = PosixDialect().encode
-    assert encode(1, "echo 'it'", None) == b"__t1_seq=1\neval 'echo '\\''it'\\''' 7<&- 8<&- 9>&-\n"
-    assert encode(8, "x", RECORD) == b"__t1_seq=8\neval '{ __t1_ret 3; } 2>|/dev/null && :\nx' 7<&- 8<&- 9>&-\n"
+    assert encode(1, "echo 'it'", None) == b"case $__t1_seq in 1) ;; *) __t1_seq=1\neval 'echo '\\''it'\\''' 7<&- 8<&- 9>&- ;; esac\n"
+    assert b"\neval '{ __t1_ret 3; } 2>|/dev/null && :\nx' 7<&- 8<&- 9>&- ;;" in encode(8, "x", RECORD)
     assert b"set -ex; __t1_ret 0;" in encode(8, "x", StatusRecord(7, 0, "exhi", "/"))
     assert b"__t1_left=$?" in ZshDialect().encode(1, "x", None)
 

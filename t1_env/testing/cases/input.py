@@ -85,6 +85,20 @@ def interrupt_key_on_a_builtin_loop(t: Terminal) -> None:
     t.answers("echo $x", "kept\n")
 
 
+@TABLE.case(shells=ALL_SHELLS)
+def interrupt_key_at_the_very_beginning(t: Terminal) -> None:
+    """^C that comes while a command is only about to begin may come too early, but does no harm: the next one ends it."""
+    t.answers("x=kept")
+    for _ in range(20):
+        result = t.keys("while :; do :; done\n", wait_s=0)
+        for _ in range(100):
+            result = t.keys("C-c", wait_s=0.5)
+            if result.state is IDLE:
+                break
+        t.check(result.state is IDLE and bool(result.exit_code), f"the loop ended with {result.exit_code} and state {result.state}")
+        t.answers("echo $x", "kept\n")
+
+
 @TABLE.case()
 def quit_and_stop_keys_on_a_builtin_loop(t: Terminal) -> None:
     r"""^\ and ^Z do nothing to a loop that the shell itself runs, as at any interactive prompt; ^C still ends it."""

@@ -17,7 +17,7 @@ def sleep_with_a_time_limit(t: Terminal) -> None:
     t.check(result.output.startswith("partial\n") and "not this" not in result.output, f"output is {result.output!r}")
     t.check(1 <= result.seconds < 60, f"it took {result.seconds} s")
     t.answers("echo $?", "130\n")
-    t.equal("processes left", t.count_running("100.402"), 0)
+    t.await_running("100.402", 0)
     t.await_running("99.401", 1)
     t.run("kill $!; wait")
 
@@ -47,7 +47,7 @@ def shell_that_ignores_signals(t: Terminal) -> None:
     t.expires(result, state=result.state)
     t.check(result.state in (IDLE, EXITED), f"state is {result.state}")
     t.usable()
-    t.equal("processes left", t.count_running("100.404"), 0)
+    t.await_running("100.404", 0)
 
 
 @TABLE.case()
@@ -63,7 +63,7 @@ def program_that_ignores_signals(t: Terminal) -> None:
     """A program that ignores every signal it can is killed; the shell keeps its state."""
     t.run("x=kept")
     t.expires(t.run("(trap '' INT QUIT TERM HUP; exec sleep 100.405)", timeout_s=0.3))
-    t.equal("processes left", t.count_running("100.405"), 0)
+    t.await_running("100.405", 0)
     t.answers("echo $x", "kept\n")
 
 
@@ -72,7 +72,7 @@ def program_in_a_session_of_its_own(t: Terminal) -> None:
     """What moved to a session of its own ends with its command too."""
     t.need("setsid")
     t.expires(t.run("setsid -w sh -c 'trap \"\" INT; sleep 100.406'; true", timeout_s=0.5))
-    t.equal("processes left", t.count_running("100.406"), 0)
+    t.await_running("100.406", 0)
 
 
 @TABLE.case()

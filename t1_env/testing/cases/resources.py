@@ -73,7 +73,7 @@ def kill_everything(t: Terminal) -> None:
     t.run("sleep 99.701 & sleep 99.702 & true")
     t.check(t.run("kill -9 -1; echo alive").state in (IDLE, EXITED), "the sandbox did not survive")
     t.usable()
-    t.equal("processes left", t.count_running("99.701"), 0)
+    t.await_running("99.701", 0)
 
 
 def _until_well(t: Terminal, remedy: str) -> None:
