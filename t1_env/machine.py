@@ -278,7 +278,10 @@ class Machine:
         """
         with watch.phase("verbatim"):
             sandbox, surroundings = self._judged()
-            opinion = run_verbatim(sandbox, self.task, self.verifier_ids, retries=self._verify_retries, **surroundings)
+            # With the programs that the verifiers were last judged by: those of the base system, if the agent changed any.
+            opinion = run_verbatim(
+                sandbox, self.task, self.verifier_ids, retries=self._verify_retries, restored=bool(fast.masked), **surroundings
+            )
         settled = settle(fast, opinion)
         if (
             settled.agrees is False and self._declared is None and self.changed(watch)

@@ -262,6 +262,9 @@ def test_programs_that_lie_earn_nothing(sandbox, tmp_path):
     sh(sandbox, "echo expected > made")
     report = run(sandbox, task, ids)
     assert report.as_bools() == {ids[0]: False, ids[1]: True, ids[2]: True}  # honest work counts beside them
+    for restored, passed in ((False, 3), (True, 2)):
+        assert run_verbatim(sandbox, task, ids, restored=restored).report.passed == passed
+    assert settle(report, run_verbatim(sandbox, task, ids, restored=bool(report.masked))).agrees
     sh(sandbox, "rm /usr/local/bin/cat /usr/local/bin/sha256sum")
     assert run(sandbox, task, ids).masked == ()
 
